@@ -29,12 +29,13 @@ from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tracing import RequestTrace
 from specdec.launch.children import python_command
 from specdec.policy.fixed_policy import FixedPolicy
+from specdec.protocol.events import Concluded, Event, Ready, TargetFound
 from specdec.protocol.items import Trace, VerificationResult
 from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.records import RoundRecord, RoundTimes, RoundTokens, TargetStep, TreeUse
 from specdec.protocol.report import Finished, Started, Statistics
 from specdec.protocol.request import GenerationRequest
-from specdec.protocol.session import AwaitDraft, Session
+from specdec.protocol.session import Session
 from specdec.protocol.types import FinishReason, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
 from specdec.replica.metrics import ReplicaMetrics
 from specdec.rpc.stamps import Stamps
@@ -94,21 +95,27 @@ def rounds_s(trace: RequestStatistics) -> float:
     """CPU seconds of a session's rounds of plain decoding, with their reports to its trace."""
     params = ResolvedSamplingParams(rule=Rule.GREEDY, seed=0, prompt_length=2, temperature=0.0)
     session = Session(1, params, 2 + TOLD_ROUND_COUNT, VOCABULARY_SIZE, FixedPolicy(3), [1, 2])
-    link: Any = SimpleNamespace(stamps=Stamps())
-    trace.began(session)
-    session.begin()
-    began_s = time.process_time()
+    target = SimpleNamespace(
+        link=SimpleNamespace(stamps=Stamps()), usable=lambda: SimpleNamespace(trace_service="", model_name="")
+    )
+    choice: Any = SimpleNamespace(target=target, draft=None, policy=session.policy)
+    trace.admitted(GenerationRequest(token_ids=(1, 2)), Started("", 0, Rule.GREEDY, 2, TOLD_ROUND_COUNT), choice)
+    began_s, event = time.process_time(), TargetFound()
+    step(trace, session, event)
     for index in range(TOLD_ROUND_COUNT - 1):
         now_s = time.monotonic()
-        trace.sent(session, now_s)
         answer = VerificationResult(1, 1, index, SamplerOutput((3,)), 10, 100, 10, server_us=150)
         times = RoundTimes(now_s, now_s)
-        record, actions = session.on_verdict(Verdict((), 3, TokenKind.BONUS), answer, 1, False, times)
-        trace.on_round(session, record, link)
-        for action in actions:
-            if not isinstance(action, AwaitDraft):
-                trace.context_of(action.item)
+        step(trace, session, Concluded(Verdict((), 3, TokenKind.BONUS), answer, 1, False, times))
     return time.process_time() - began_s
+
+
+def step(trace: RequestStatistics, session: Session, event: Event) -> None:
+    """A step of a session as a generation takes it, with its reports, but nothing is sent."""
+    ready = session.step(event)
+    trace.on_step(session, event, ready, time.monotonic())
+    for item in ready.to_target:
+        trace.context_of(item)
 
 
 def counting_us() -> dict[str, float]:
@@ -122,6 +129,7 @@ def counting_us() -> dict[str, float]:
     metrics, replica = CoordinatorMetrics(), ReplicaMetrics()
     request, started = GenerationRequest(token_ids=(1, 2)), Started("", 0, Rule.GREEDY, 2, 3)
     nothing: Any = None  # an argument that only a recorded trace uses
+    ready, concluded = Ready(record=record), Concluded(Verdict((), 3, TokenKind.BONUS), nothing, 1)
     statistics = Statistics()
     running = RequestStatistics(metrics, context, "")
 
@@ -132,7 +140,7 @@ def counting_us() -> dict[str, float]:
         own.closed()
 
     counted: dict[str, Callable[[], object]] = {
-        "round": lambda: running.on_round(nothing, record, nothing),
+        "round": lambda: running.on_step(nothing, concluded, ready, 0.0),
         "statistics": lambda: statistics.on_round(record),
         "request": one_request,
         "step": lambda: replica.stepped(8, 4, 0.02),

@@ -5,13 +5,14 @@ vLLM's four counters of speculation have vLLM's names; all others begin with `sp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import Metric
 
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.replicas import Replica
+from specdec.coordinator.fleet import Fleet
+from specdec.coordinator.peers import Peer
 from specdec.coordinator.statistics import CoordinatorMetrics
 from specdec.protocol.report import SERIES, Series, Statistics
 from specdec.telemetry.metrics import common_metrics, counter, gauge, histogram
@@ -19,18 +20,17 @@ from specdec.telemetry.metrics import common_metrics, counter, gauge, histogram
 
 def page_metrics(
     metrics: CoordinatorMetrics,
-    target: Replica,
-    replicas: Iterable[Replica],
+    fleet: Fleet,
     settings: CoordinatorSettings,
     is_serving: bool,
 ) -> Iterator[Metric]:
     """Yields all metrics of the page with their current values. May be called from any thread."""
-    served = target.description
+    served = fleet.target.description
     facts = {"model": served.model_name if served else "", "policy": settings.speculation_policy}
     yield from common_metrics("coordinator", is_serving, facts)
     yield from request_metrics(metrics, settings.max_num_seqs)
     yield from statistics_metrics(metrics.totals(), settings.num_speculative_tokens_max)
-    yield from link_metrics(replicas)
+    yield from link_metrics(fleet.peers)
 
 
 def request_metrics(metrics: CoordinatorMetrics, places: int) -> Iterator[Metric]:
@@ -67,15 +67,16 @@ def statistics_metrics(statistics: Statistics, draft_length_max: int) -> Iterato
     yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", help, passed, None, "position")
 
 
-def link_metrics(replicas: Iterable[Replica]) -> Iterator[Metric]:
-    """Yields the metrics of the links to the configured replicas."""
-    named = {(replica.kind.name,): replica for replica in replicas}
-    up = {key: float(replica.is_up) for key, replica in named.items()}
+def link_metrics(peers: Sequence[Peer]) -> Iterator[Metric]:
+    """Yields the metrics of the links to the configured peers, each by its kind and its address."""
+    named = {(peer.name, peer.address): peer for peer in peers}
+    labels = "peer", "address"
+    up = {key: float(peer.is_up) for key, peer in named.items()}
     help = "1 while the replica is connected, compatible and accepts sessions."
-    yield gauge("specdec_link_up", help, up, None, "peer")
-    lost = {key: float(replica.loss_count) for key, replica in named.items()}
-    yield counter("specdec_link_losses", "Connections lost.", lost, None, "peer")
-    measured = {key: replica.link.stamps.network_median_s for key, replica in named.items() if replica.is_up}
+    yield gauge("specdec_link_up", help, up, None, *labels)
+    lost = {key: float(peer.loss_count) for key, peer in named.items()}
+    yield counter("specdec_link_losses", "Connections lost.", lost, None, *labels)
+    measured = {key: peer.link.stamps.network_median_s for key, peer in named.items() if peer.is_up}
     network = {key: value for key, value in measured.items() if value is not None}
     help = "Median network round-trip time of the last messages, without the time at the peer."
-    yield gauge("specdec_link_network_seconds", help, network, None, "peer")
+    yield gauge("specdec_link_network_seconds", help, network, None, *labels)

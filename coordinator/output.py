@@ -1,4 +1,4 @@
-"""Walks a round's tokens one by one as plain decoding does, and decodes them to text.
+"""The output of a generation: a round's tokens, taken one by one as plain decoding does, and decoded to text.
 
 The first stop token, stop string or `max_tokens` ends the text; later tokens of the round are dropped. Text that may
 begin a stop string, or ends inside a character, is held back, so sent text is never revoked. The output is a function
@@ -24,8 +24,8 @@ class Ending:
     stop_token_id: int | None = None
 
 
-class Walked(NamedTuple):
-    """The result of walking some tokens: the text that each kept token made final, and the end if reached."""
+class Appended(NamedTuple):
+    """The result of appending some tokens: the text that each kept token made final, and the end if reached."""
 
     texts: tuple[str, ...]
     ending: Ending | None
@@ -36,7 +36,7 @@ class Walked(NamedTuple):
         return len(self.texts)
 
 
-class OutputWalker:
+class OutputProcessor:
     """The output of one generation so far. `count`: output tokens, `max_tokens`: their limit."""
 
     def __init__(
@@ -50,18 +50,18 @@ class OutputWalker:
         self._held = ""
         self.count = 0
 
-    def walk(self, token_ids: Sequence[int]) -> Walked:
+    def append(self, token_ids: Sequence[int]) -> Appended:
         """Appends the tokens of one round, up to the end of the text if one of them ends it."""
         texts: list[str] = []
         ending = None
         for token_id in token_ids:
-            text, ending = self._take(token_id)
+            text, ending = self._append(token_id)
             texts.append(text)
             if ending is not None:
                 break
-        return Walked(tuple(texts), ending)
+        return Appended(tuple(texts), ending)
 
-    def _take(self, token_id: int) -> tuple[str, Ending | None]:
+    def _append(self, token_id: int) -> tuple[str, Ending | None]:
         self.count += 1
         if token_id in self._stop_token_ids and self.count > self._min_tokens:
             return self._release_all(), Ending(FinishReason.STOP, stop_token_id=token_id)

@@ -12,21 +12,20 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable
 from itertools import takewhile
+from typing import NamedTuple
 
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.decode_loop import Generation
+from specdec.coordinator.fleet import Fleet
+from specdec.coordinator.generation import Generation
 from specdec.coordinator.metrics import page_metrics
-from specdec.coordinator.output import Ending, OutputWalker
+from specdec.coordinator.output import Ending, OutputProcessor
 from specdec.coordinator.recording import Recorder
-from specdec.coordinator.replicas import DRAFT, TARGET, Replica
-from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tokenizer import BYTES_PER_TOKEN_MAX, Tokenizer
 from specdec.coordinator.tracing import open_request
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.process_watch import ProcessWatch
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.proposers import LocalProposer
 from specdec.protocol.report import Delta, Event, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
@@ -55,6 +54,17 @@ SESSION_OUTCOMES = 256.0  # that a generation's own calibration keeps: it follow
 POSITIONS_MAX_ASSUMED = 1 << 18  # of the target, for the message cap: the port opens before it is connected
 
 
+class Prompted(NamedTuple):
+    """A request, the tokens of its prompt, its output after the resumed tokens and the end that these reached, if any;
+    and the tokens that it predicts."""
+
+    request: GenerationRequest
+    prompt: tuple[int, ...]
+    output: OutputProcessor
+    ending: Ending | None
+    predicted: tuple[int, ...]
+
+
 class Coordinator:
     """All generations of one coordinator process."""
 
@@ -64,33 +74,17 @@ class Coordinator:
         self._settings = settings
         self._tracing = tracing
         self._tokenizer = tokenizer
-        self._speculation = Speculation(settings)
         self.metrics = CoordinatorMetrics()
-        self._changed = changed
-        arguments = settings.link_tls, tokenizer.fingerprint, self._on_changed
-        self.target = Replica(TARGET, settings.target, *arguments)
-        self.draft = None if settings.draft is None else Replica(DRAFT, settings.draft, *arguments)
-        self.replicas = [self.target] if self.draft is None else [self.target, self.draft]
+        self.fleet = Fleet(settings, tokenizer.fingerprint, changed)
         self._numbers = itertools.count(1)
         self._slots = asyncio.Semaphore(settings.max_num_seqs)
         self._generations: set[Generation] = set()
         record_bytes_max = settings.record_mb_max << 20
         self.recorder = Recorder(settings.record, record_bytes_max) if settings.record is not None else None
-        self._known: tuple[Description | None, Description | None] = None, None  # the replicas', at the last change
-
-    def _on_changed(self) -> None:
-        """A replica is connected or lost: the policy begins with the step times that the replica measured at start."""
-        known_target, known_draft = self._known
-        target, draft = self._known = self.target.description, None if self.draft is None else self.draft.description
-        if target is not None and target is not known_target:
-            self._speculation.on_target(target)
-        if draft is not None and draft is not known_draft:
-            self._speculation.on_draft(draft)
-        self._changed()
 
     def text_bytes_max(self) -> dict[str, float]:
         """Returns the size of the longest text that is tokenised for the connected target, checked before parsing."""
-        target = self.target.description
+        target = self.fleet.target.description
         if target is None:
             return {}
         return dict.fromkeys(("GenerateRequest.text", "Prediction.text"), target.positions_max * BYTES_PER_TOKEN_MAX)
@@ -103,7 +97,7 @@ class Coordinator:
         statistics = open_request(self.metrics, self._tracing, caller, follows_caller)
         bind(trace_id=statistics.context.trace_id.hex())
         try:
-            target = self.target.usable()
+            target = self.fleet.target.usable()
             if self._slots.locked():
                 raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
             async with self._slots:
@@ -138,12 +132,9 @@ class Coordinator:
         for generation in self._generations:
             generation.give_up()
 
-    def _prepare(
-        self, message: coordinator_pb.GenerateRequest, target: Description
-    ) -> tuple[GenerationRequest, tuple[int, ...], OutputWalker, Ending | None, list[int], list[LocalProposer]]:
-        """Returns the request, its prompt's tokens, the walker after the resumed tokens and the end these reached, if
-        any; the list of committed tokens, and the coordinator's proposers, which read it. Runs in a thread, once the
-        request has its slot. Raises InvalidRequest."""
+    def _read(self, message: coordinator_pb.GenerateRequest, target: Description) -> Prompted:
+        """Returns the request with its tokens. Runs in a thread, once the request has its slot. Raises
+        InvalidRequest."""
         request = request_from_message(message, target.positions_max)
         prompt = (
             request.token_ids if request.text is None else self._tokenizer.encode(request.text, target.positions_max)
@@ -153,8 +144,9 @@ class Coordinator:
         request.check_model(prompt, target)
         max_tokens = request.max_tokens(len(prompt), target.positions_max)
         sampling, stop_ids = request.sampling, request.stop_token_ids(target.end_token_ids)
-        walker = OutputWalker(self._tokenizer.stream(prompt), sampling.stop, stop_ids, sampling.min_tokens, max_tokens)
-        resumed = walker.walk(request.resumed_token_ids)
+        stream = self._tokenizer.stream(prompt)
+        output = OutputProcessor(stream, sampling.stop, stop_ids, sampling.min_tokens, max_tokens)
+        resumed = output.append(request.resumed_token_ids)
         if resumed.kept_count < len(request.resumed_token_ids):
             limit = f"at most {resumed.kept_count} tokens: the text ended there"
             raise InvalidRequest("resume.output_token_ids", len(request.resumed_token_ids), limit)
@@ -165,45 +157,49 @@ class Coordinator:
             if len(predicted) > target.positions_max:
                 limit = f"at most {target.positions_max} tokens, the target's positions"
                 raise InvalidRequest("prediction.text", f"text of {len(predicted)} tokens", limit)
-        committed = [*prompt, *request.resumed_token_ids]
-        proposers = self._speculation.proposers(request, committed, predicted)
-        return request, prompt, walker, resumed.ending, committed, proposers
+        return Prompted(request, prompt, output, resumed.ending, predicted)
 
     async def _admit(
         self, message: coordinator_pb.GenerateRequest, target: Description, statistics: RequestStatistics
     ) -> tuple[Generation, Ending | None]:
         """Returns the generation, not yet begun, and its end if the resumed tokens reached it. Raises SpecdecError."""
-        prepared = await asyncio.to_thread(self._prepare, message, target)
-        request, prompt, walker, ending, committed, proposers = prepared
-        if self.target.usable() != target:
+        request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, target)
+        number, fleet = next(self._numbers), self.fleet
+        choice = fleet.choose(request, number, 1 + len(self._generations))
+        if choice.target.usable() != target:
             raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
-        rule, rule_reason = self._speculation.rule(request)
-        params = request.params(rule, len(prompt), secrets.randbits(64), target.end_token_ids)
-        if self.draft is not None and self.draft.is_up:
-            self._speculation.on_network(self.draft.link.stamps.network_s)
-        policy = self._speculation.policy(request, rule, 1 + len(self._generations))
-        length_max = len(prompt) + walker.max_tokens
-        number, size = next(self._numbers), target.vocabulary_size
-        session = Session(number, params, length_max, size, policy, committed, request.cache_salt)
-        session.proposers, session.asks_heads = proposers, Proposer.HEADS in self._speculation.allowed(request)
-        if self._settings.draft_siblings_max:
-            session.path_max = path_count_max(target.cache, length_max, policy.draft_length_cap)
-        session.calibration = Calibration(self._speculation.calibration, SESSION_OUTCOMES)
-        started = Started(statistics.request_id, params.seed, rule, len(prompt), walker.max_tokens, rule_reason)
+        params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids)
+        length_max = len(prompt) + output.max_tokens
+        committed = [*prompt, *request.resumed_token_ids]
+        has_trees, cap = self._settings.draft_siblings_max > 0, choice.policy.draft_length_cap
+        session = Session(
+            number,
+            params,
+            length_max,
+            target.vocabulary_size,
+            choice.policy,
+            committed,
+            request.cache_salt,
+            fleet.local_proposers(choice, request, committed, predicted),
+            path_count_max(target.cache, length_max, cap) if has_trees else 1,
+            Calibration(fleet.calibration, SESSION_OUTCOMES),
+            Proposer.HEADS in choice.proposers,
+        )
+        reason = choice.rule_reason
+        started = Started(statistics.request_id, params.seed, choice.rule, len(prompt), output.max_tokens, reason)
         bind(session=session.number, **({"label": request.label} if request.label else {}))
-        statistics.admitted(request, started, target)
+        statistics.admitted(request, started, choice)
         get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
-        draft = self.draft if Proposer.DRAFT in self._speculation.allowed(request) else None
-        return Generation(session, walker, started, self.target, draft, self._speculation, statistics), ending
+        return Generation(session, output, started, choice, fleet, statistics), ending
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context
     ) -> coordinator_pb.CoordinatorDescribeResponse:
         """Returns the descriptions of the target and the draft, and the limits of speculation."""
-        draft = self.draft
+        target, draft = self.fleet.target, self.fleet.draft
         is_up, reason = (False, "none was configured") if draft is None else (draft.is_up, draft.absent_reason)
         return coordinator_description_to_message(
-            self.target.description,
+            target.description,
             draft.description if draft is not None and is_up else None,
             "" if is_up else reason,
             self._settings,
@@ -223,14 +219,14 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
         "Describe": unary(types_pb.DescribeRequest, coordinator.describe),
     }
     server = Server(settings, {SERVICE: methods}, message_bytes_max(POSITIONS_MAX_ASSUMED))
-    shown = coordinator.metrics, coordinator.target, coordinator.replicas, settings
-    page = MetricsPage(lambda: page_metrics(*shown, server.is_serving))
+    fleet = coordinator.fleet
+    page = MetricsPage(lambda: page_metrics(coordinator.metrics, fleet, settings, server.is_serving))
     page.open(settings.metrics_address)
     address = await server.start()
     set_startup_objects_aside()
-    links = [asyncio.create_task(replica.link.run()) for replica in coordinator.replicas]
-    following = asyncio.create_task(_follow_health(coordinator, server, changed))
-    announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready(address)))
+    links = [asyncio.create_task(peer.link.run()) for peer in fleet.peers]
+    following = asyncio.create_task(_follow_health(fleet, server, changed))
+    announcing = asyncio.create_task(_announce(fleet, lambda: on_ready(address)))
     with ProcessWatch(asyncio.get_running_loop()):
         try:
             await until_stop_requested()
@@ -247,20 +243,20 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
             await asyncio.gather(*map(asyncio.to_thread, last))  # together: each may take its whole time
 
 
-async def _follow_health(coordinator: Coordinator, server: Server, changed: asyncio.Event) -> None:
+async def _follow_health(fleet: Fleet, server: Server, changed: asyncio.Event) -> None:
     """Sets the health to SERVING while a compatible target is connected."""
     while True:
         await changed.wait()
         changed.clear()
-        await server.set_serving(coordinator.target.is_up)
+        await server.set_serving(fleet.target.is_up)
 
 
-async def _announce(coordinator: Coordinator, on_ready: Callable[[], None]) -> None:
+async def _announce(fleet: Fleet, on_ready: Callable[[], None]) -> None:
     """Calls `on_ready` once a target is connected, and a draft too if it connects within DRAFT_GRACE_S."""
-    while not coordinator.target.is_up:
+    while not fleet.target.is_up:
         await asyncio.sleep(READY_POLL_S)
     for _ in range(round(DRAFT_GRACE_S / READY_POLL_S)):
-        if coordinator.draft is None or coordinator.draft.is_up:
+        if fleet.draft is None or fleet.draft.is_up:
             break
         await asyncio.sleep(READY_POLL_S)
     on_ready()

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import threading
 
+from specdec.coordinator.fleet import Choice
 from specdec.errors import SpecdecError
-from specdec.protocol.items import NO_TRACE, DraftItem, Nodes, Open, TargetItem, Trace
-from specdec.protocol.records import RoundRecord
+from specdec.protocol.events import Event, FromDraft, Ready, WaitExpired
+from specdec.protocol.items import NO_TRACE, DraftItem, Failure, Nodes, Open, TargetItem, Trace
 from specdec.protocol.report import Finished, Started, Statistics
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
-from specdec.protocol.types import Description, FinishReason
-from specdec.rpc.link import Link
+from specdec.protocol.types import FinishReason
 from specdec.rpc.status import REASONS
 from specdec.telemetry.metrics import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
-from specdec.telemetry.spans import AttributeValue
 
 CANCELLED = "cancelled"
 OUTCOMES = (*(reason.name.lower() for reason in FinishReason), CANCELLED, *REASONS)
@@ -83,35 +82,27 @@ class RequestStatistics:
         """Returns the trace context that an item of its generation is sent in."""
         return self.context if isinstance(item, Open) else NO_TRACE
 
-    def admitted(self, request: GenerationRequest, started: Started, target: Description) -> None:
-        """The request passed validation."""
+    def admitted(self, request: GenerationRequest, started: Started, choice: Choice) -> None:
+        """The request passed validation, and got this choice; its generation is about to begin."""
         self.statistics.rule, self.statistics.rule_reason = started.rule, started.rule_reason
         self.statistics.prompt_tokens = started.prompt_length
         self._metrics.enter(self)
 
-    def began(self, session: Session) -> None:
-        """The session is about to be opened and its prompt to be read."""
-
-    def sent(self, session: Session, now_s: float) -> None:
-        """The verification in flight is sent; called again when it is sent again."""
-
-    def drafted_by(self, draft: Description) -> None:
-        """The draft is usable: when the request begins, or later."""
-
-    def nodes(self, session: Session, nodes: Nodes, link: Link) -> None:
-        """The draft sent nodes, and the session has added the usable ones to its tree."""
-
-    def on_round(self, session: Session, record: RoundRecord, link: Link) -> None:
-        """A verdict is committed, and the session's actions are not carried out yet; `link` is the target's."""
-        self.statistics.on_round(record)
-        if record.round_index:
-            self._metrics.inter_token.add(record.times.round_s / record.tokens.kept_count, record.tokens.kept_count)
-        else:
-            self._observe(self._metrics.queue_time, record.step.queue_s)
-            self._observe(self._metrics.time_to_first_token, record.times.round_s)
-
-    def note(self, name: str, **attributes: AttributeValue) -> None:
-        """An event outside the rounds."""
+    def on_step(self, session: Session, event: Event, ready: Ready, now_s: float) -> None:
+        """The session has taken an event, and what it is ready with is about to be sent."""
+        if isinstance(event, FromDraft) and isinstance(event.item, Nodes):
+            self.statistics.on_nodes(event.item)
+        if ready.note is not None:
+            self.statistics.draft_waits_expired += isinstance(event, WaitExpired)
+            self.statistics.draft_refusals += isinstance(event, FromDraft) and isinstance(event.item, Failure)
+        if (record := ready.record) is not None:
+            self.statistics.on_round(record)
+            if record.round_index:
+                times, kept_count = record.times, record.tokens.kept_count
+                self._metrics.inter_token.add(times.round_s / kept_count, kept_count)
+            else:
+                self._observe(self._metrics.queue_time, record.step.queue_s)
+                self._observe(self._metrics.time_to_first_token, record.times.round_s)
 
     def finished(self, finished: Finished) -> None:
         """The text ended."""

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from specdec.coordinator.fleet import Choice
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.trace_rounds import (
     ARRIVAL_COUNT_MAX,
@@ -37,13 +38,13 @@ from specdec.coordinator.trace_rounds import (
     wasted_events,
 )
 from specdec.errors import SpecdecError
+from specdec.protocol.events import Event, FromDraft, Note, Ready, TargetFound
 from specdec.protocol.items import NO_TRACE, Commit, DraftItem, Nodes, TargetItem, Trace, Verification
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.report import TRACED, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
-from specdec.protocol.types import Description
-from specdec.rpc.link import Link
+from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import code_of
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.metrics import Histogram
@@ -105,7 +106,9 @@ class RequestTrace(RequestStatistics):
         self._group: RoundGroup | None = None
         self._drafting = DraftMessages()
         self._drafting_s = 0.0
-        self._target_service = self._draft_service = ""  # the names of the replicas in traces
+        self._choice: Choice | None = None  # None before it is made
+        self._target_service = ""  # the target's name in traces
+        self._draft_service = DRAFT_SERVICE  # the draft's name in traces, also once it is lost
         self._totals = (0.0,) * len(PARTS)
         self._slow_count = 0
         self._was_speculating = False
@@ -118,10 +121,12 @@ class RequestTrace(RequestStatistics):
             return self._round_context
         return self._commit_context if isinstance(item, Commit) else super().context_of(item)
 
-    def admitted(self, request: GenerationRequest, started: Started, target: Description) -> None:
-        super().admitted(request, started, target)
-        sampling = request.sampling
-        self._target_service = target.trace_service
+    def admitted(self, request: GenerationRequest, started: Started, choice: Choice) -> None:
+        super().admitted(request, started, choice)
+        sampling, target = request.sampling, choice.target.usable()
+        self._choice, self._target_service = choice, target.trace_service
+        self._was_speculating = choice.policy.is_speculating
+        self._name_draft()
         self._attributes |= {
             "gen_ai.request.model": target.model_name,
             "gen_ai.request.max_tokens": started.max_tokens,
@@ -136,10 +141,19 @@ class RequestTrace(RequestStatistics):
         if sampling.seed is not None:  # an unsigned 64-bit number: OTLP's integers are signed
             self._attributes["gen_ai.request.seed"] = str(sampling.seed)
 
-    def began(self, session: Session) -> None:
-        self._was_speculating = session.policy.is_speculating
-        self._round_began_s = time.monotonic()
-        self._begin_group("prefill", 0)
+    def on_step(self, session: Session, event: Event, ready: Ready, now_s: float) -> None:
+        super().on_step(session, event, ready, now_s)
+        if isinstance(event, TargetFound) and self._group is None:
+            self._round_began_s = now_s
+            self._begin_group("prefill", 0)
+        elif isinstance(event, FromDraft) and isinstance(event.item, Nodes):
+            self._on_nodes(session, event.item)
+        if ready.note is not None:
+            self.note(ready.note)
+        if ready.record is not None:
+            self._on_round(session, ready.record)
+        if ready.to_target and ready.to_target[-1] is session.in_flight:
+            self._on_sent(session, now_s)
 
     def _begin_group(self, name: str, round_index: int) -> None:
         self._group = RoundGroup(name, self._round_began_s)
@@ -154,18 +168,16 @@ class RequestTrace(RequestStatistics):
         is_drafted = is_drafting_detailed(round_index)
         self._commit_context = Trace(trace_id, group_id, True, True) if is_drafted else NO_TRACE
 
-    def sent(self, session: Session, now_s: float) -> None:
+    def _on_sent(self, session: Session, now_s: float) -> None:
         if self._sent_s is not None:
-            self.note("sent again")
+            self.note(Note("sent again"))
             return
         self._sent_s = now_s
-        if self._round_id and session.in_flight is not None:
+        if self._round_id:
             self._drafting.offer(session, now_s)
 
-    def drafted_by(self, draft: Description) -> None:
-        self._draft_service = draft.trace_service
-
-    def nodes(self, session: Session, nodes: Nodes, link: Link) -> None:
+    def _on_nodes(self, session: Session, nodes: Nodes) -> None:
+        """The draft sent nodes, and the session has added the usable ones to its tree."""
         group = self._group
         if group is None:
             return
@@ -174,27 +186,36 @@ class RequestTrace(RequestStatistics):
         if nodes.is_detailed and nodes.nodes and group.arrival_count < ARRIVAL_COUNT_MAX:
             group.arrival_count += 1
             group.detailed_drafting_us += nodes.step_us
-            group.note(self._drafting.arrived(session, nodes, link.stamps, self.context.span_id))
+            group.note(self._drafting.arrived(session, nodes, self._stamps(is_draft=True), self.context.span_id))
 
-    def on_round(self, session: Session, record: RoundRecord, link: Link) -> None:
-        super().on_round(session, record, link)
+    def _stamps(self, is_draft: bool = False) -> Stamps:
+        """What the link to the target or the draft has measured."""
+        assert self._choice is not None
+        peer = self._choice.draft if is_draft else self._choice.target
+        assert peer is not None
+        return peer.link.stamps
+
+    def _on_round(self, session: Session, record: RoundRecord) -> None:
+        """A verdict is committed, and what follows it is not sent yet."""
         group = self._group
         assert group is not None
         if record.step.preemptions:
-            self.note("preempted by the target", times=record.step.preemptions)
+            self.note(Note("preempted by the target", {"times": record.step.preemptions}))
         group.add(record)
         if self._round_id:
             assert self._sent_s is not None
             if record.times.wait_s:
                 self._record("wait", b"", self._round_id, self._sent_s - record.times.wait_s, self._sent_s)
-            self._record_verification(self._sent_s + record.times.round_trip_s, hop_attributes(record, link.stamps))
+            answered_s = self._sent_s + record.times.round_trip_s
+            self._record_verification(answered_s, hop_attributes(record, self._stamps()))
             if self._round_id != group.span_id:
                 links = self._drafting.links(session, record.tokens.accepted_count, self.context.trace_id)
                 self._record_round(self._round_id, group, record, links)
         if session.policy.is_speculating != self._was_speculating:
             self._was_speculating = session.policy.is_speculating
             why, from_round = session.policy.prediction.reason, record.round_index + 1
-            self.note(POLICY_SWITCHED, speculating=self._was_speculating, why=why, round=from_round)
+            said: dict[str, str | int] = {"speculating": self._was_speculating, "why": why, "round": from_round}
+            self.note(Note(POLICY_SWITCHED, said))
         self._sent_s, self._round_began_s = None, record.times.end_s
         if session.finished:
             self._round_id = b""
@@ -229,15 +250,22 @@ class RequestTrace(RequestStatistics):
         more = {"attributes": group.attributes(), "events": group, "error": self._error}
         self._record(group.full_name(), group.span_id, self.context.span_id, group.start_s, end_s, **more)
 
-    def note(self, name: str, **attributes: AttributeValue) -> None:
-        said = {f"specdec.{key}": value for key, value in attributes.items()}
-        note, now_s = self._notes.append if self._group is None else self._group.note, time.monotonic()
-        note(SpanEvent(name, now_s, said))
-        self._note_counts[name] += 1
-        if name == DRAFT_LOST:
+    def note(self, note: Note) -> None:
+        """Records an event outside the rounds."""
+        said = {f"specdec.{key}": value for key, value in note.attributes.items()}
+        add, now_s = self._notes.append if self._group is None else self._group.note, time.monotonic()
+        add(SpanEvent(note.name, now_s, said))
+        self._note_counts[note.name] += 1
+        if note.name == DRAFT_LOST:
             self._draft_lost_s = now_s
-        elif name == DRAFT_CONNECTED:
+        elif note.name == DRAFT_CONNECTED:
+            self._name_draft()
             self._end_draft_loss(now_s)
+
+    def _name_draft(self) -> None:
+        draft = None if self._choice is None else self._choice.draft
+        if draft is not None and draft.description is not None:
+            self._draft_service = draft.description.trace_service or DRAFT_SERVICE
 
     def _end_draft_loss(self, now_s: float) -> None:
         """The draft is back, or the text is over: records the time without it; nothing if it was not lost."""
@@ -246,7 +274,7 @@ class RequestTrace(RequestStatistics):
         began_s, self._draft_lost_s = self._draft_lost_s, None
         self._draft_unavailable_s += now_s - began_s
         more = {"attributes": {"error.type": DRAFT_LOST}, "error": DRAFT_LOST}
-        more |= {"service": self._draft_service or DRAFT_SERVICE}
+        more |= {"service": self._draft_service}
         self._record("draft unavailable", b"", self.context.span_id, began_s, now_s, **more)
 
     def finished(self, finished: Finished) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from specdec.bench.draft.reader import Reader
 from specdec.bench.event_loop import new_event_loop
 from specdec.config import DraftSettings, TlsSettings
-from specdec.coordinator.replicas import DRAFT
+from specdec.coordinator.peers import Draft
 from specdec.errors import SpecdecError
 from specdec.launch.children import start
 from specdec.protocol.items import DraftItem, Nodes
@@ -59,9 +59,9 @@ class Delivery:
         self._link = Link(
             "the draft",
             lambda: open_channel(self._child.address, TlsSettings()),
-            f"/{DRAFT.service}/{DRAFT.stream_method}",
-            DRAFT.request,
-            DRAFT.response,
+            f"/{Draft.service}/{Draft.stream_method}",
+            Draft.request,
+            Draft.response,
             self._came.set,
             self._on_items,
             lambda reason: None,
@@ -118,4 +118,4 @@ class Delivery:
         self._came.set()
 
     def _send(self, item: DraftItem) -> None:
-        self._link.send(item_to_bytes(DRAFT.request, item))
+        self._link.send(item_to_bytes(Draft.request, item))

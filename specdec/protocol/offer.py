@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from specdec.protocol.calibration import RANK_COUNT, Calibration, confidence_bin, confidence_features
 from specdec.protocol.proposers import Run
-from specdec.protocol.shape import PATH_COUNT_MAX, branches
+from specdec.protocol.shape import PATH_COUNT_MAX, branches, children
 from specdec.protocol.tree import TreeNode
 from specdec.protocol.types import CONFIDENCE_EDGES, DraftProbs, Proposer, Rule, point_mass
 
@@ -57,14 +57,25 @@ class Offer(NamedTuple):
         """The number of paths."""
         return len(branches(self.parents, len(self.token_ids))) if self.token_ids else 0
 
-    def local_count(self, accepted: Sequence[int]) -> int:
-        """Returns the number of these tokens, from the first on, that a proposer of the coordinator guessed too."""
-        count = 0
+    def sources(self, accepted: Sequence[int]) -> tuple[tuple[Proposer, ...], tuple[Proposer, ...], int, int]:
+        """Returns, of a round that accepted these tokens, the proposers of all tokens and of the accepted ones, the
+        number of the first accepted ones that a proposer of the coordinator guessed too, and that of paths."""
+        proposers, local_count = self.proposers, 0
         for index in accepted:
             if all(proposer is Proposer.DRAFT for proposer, _ in self.guesses[index]):
                 break
-            count += 1
-        return count
+            local_count += 1
+        return proposers, tuple(map(proposers.__getitem__, accepted)), local_count, self.path_count
+
+    def learn(self, calibration: Calibration, accepted: Sequence[int]) -> None:
+        """Counts the guesses whose parent's path was accepted. What lies below a rejection enters no estimate."""
+        if not self.token_ids:
+            return
+        following = children(self.parents, len(self.token_ids))
+        for row in (0, *(index + 1 for index in accepted)):
+            for index in following[row]:
+                for _, features in self.guesses[index]:
+                    calibration.record(features, index in accepted)
 
 
 NOTHING = Offer()

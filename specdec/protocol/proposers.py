@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 class LocalProposer(Protocol):
     """A proposer of one generation. To add one: find runs, give it a `Proposer`, and construct it in
-    `coordinator.speculation` (docs/proposers.md)."""
+    `coordinator.fleet` (docs/proposers.md)."""
 
     def propose(self, committed: Sequence[int]) -> list[Run]:
         """Returns runs that may follow `committed`, best first; it has grown since the call before, and only that."""

@@ -1,4 +1,4 @@
-"""The record of a round: what was planned, what became of it, and its time; what policy, statistics and trace see of it.
+"""The record of a round, which policy, statistics and trace see: what was planned, what became of it, and its time.
 
 It has counts and seconds, never tokens. Pure.
 """

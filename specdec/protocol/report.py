@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from specdec.protocol.items import UINT32_MAX, Nodes
+from specdec.protocol.policy import Prediction
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 
@@ -190,12 +191,11 @@ class Statistics:
     began_s: float = 0.0  # by the monotonic clock; like `follows_branch_hit`, no statistic
     follows_branch_hit: bool = False
 
-    def on_nodes(self, nodes: Nodes) -> int:
-        """Counts the nodes of one draft step; returns the number of proposal children."""
+    def on_nodes(self, nodes: Nodes) -> None:
+        """Counts the nodes of one draft step."""
         evaluated_count = sum(node.proposal for node in nodes.nodes)
         self.num_evaluated_nodes += evaluated_count
         self.num_branch_nodes += len(nodes.nodes) - evaluated_count
-        return evaluated_count
 
     def on_round(self, record: RoundRecord) -> None:
         """Counts one round."""
@@ -241,8 +241,11 @@ class Statistics:
                 name = PROPOSER_FIELDS[proposer][index]
                 setattr(self, name, getattr(self, name) + proposers.count(proposer))
 
-    def count_rate(self) -> None:
-        """Sets the observed rate of the stream, from its first token on."""
+    def conclude(self, prediction: Prediction) -> None:
+        """Sets what the policy says at the end, and the observed rate of the stream, from its first token on."""
+        self.predicted_tokens_per_s, self.policy_reason = prediction.tokens_per_s or 0.0, prediction.reason
+        self.num_rounds_exploring = prediction.num_rounds_exploring
+        self.exploration_loss_s = prediction.exploration_loss_s
         seconds = self.total_s - self.time_to_first_token_s
         self.observed_tokens_per_s = (self.output_tokens - 1) / seconds if seconds > 0 else 0.0
 

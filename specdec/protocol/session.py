@@ -1,24 +1,40 @@
-"""One generation as a state machine: events in, actions out; no clock, no I/O, no torch.
+"""One generation as a state machine: an event in, one `Ready` out; no clock, no I/O, no torch.
 
 It owns the committed tokens, the draft tree received so far, the plan in force and the verification in flight, and
-rejects late, duplicate and stale items. Its owner carries out the returned actions, applies the verification rule to
-the verification results that the session expects, and reports the end of a wait.
+rejects late, duplicate and stale items. Its owner does what `Ready` says, applies the verification rule to the results
+that the session expects, and reports the end of a wait. A target may be lost and found: the round in flight stays as it
+is, so another target, or the same one restarted, gives the same text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 from specdec.protocol.calibration import Calibration
+from specdec.protocol.events import (
+    NOTHING_READY,
+    Concluded,
+    DraftFound,
+    DraftLost,
+    End,
+    Event,
+    FromDraft,
+    FromTarget,
+    Note,
+    Ready,
+    TargetFound,
+    TargetLost,
+    Wait,
+    WaitExpired,
+)
 from specdec.protocol.items import (
     NO_TRACE,
     Close,
     Commit,
     DraftItem,
     DraftNode,
-    Failure,
     MissingTokens,
     Nodes,
     Open,
@@ -31,42 +47,19 @@ from specdec.protocol.offer import NOTHING, Limits, Offer, make_offer
 from specdec.protocol.plan import Plan
 from specdec.protocol.policy import Policy
 from specdec.protocol.proposers import LocalProposer, Run, head_runs
-from specdec.protocol.records import NO_TIMES, RoundRecord, RoundTimes, RoundTokens, TargetStep, TreeUse
-from specdec.protocol.shape import check_shape, children
+from specdec.protocol.records import RoundRecord, RoundTokens, TargetStep, TreeUse
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, ResolvedSamplingParams, Rule, Verdict
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, ResolvedSamplingParams, Rule
 
 ANSWERS_PER_COMMIT_MAX = 1024  # items of a draft between two commits: many times the steps that a window needs
 RESEND_COUNT_MAX = 64  # times without nodes that a draft lacks tokens: commits that may be on the way to it
 NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
 
 
-class ToTarget(NamedTuple):
-    """Send this item to the target."""
-
-    item: TargetItem
-
-
-class ToDraft(NamedTuple):
-    """Send this item to the draft."""
-
-    item: DraftItem
-
-
-class AwaitDraft(NamedTuple):
-    """Start a timer; after `wait_s` seconds, call `on_wait_expired(wait_index)`. It need not be cancelled."""
-
-    wait_index: int
-    wait_s: float
-
-
-Action = ToTarget | ToDraft | AwaitDraft
-
-
 @dataclass(slots=True)
 class Session:
-    """One generation. Every method returns the actions to carry out, in order; none fails.
+    """One generation. `step` takes every event at any time, and none fails.
 
     `plan`, with its limits, comes from the policy once a round, at the commit of the round before, until the next.
     `proposers` are those of the coordinator; `path_max`: most paths of a verification, 1 without trees. `calibration`
@@ -84,8 +77,8 @@ class Session:
     proposers: Sequence[LocalProposer] = ()
     path_max: int = 1
     calibration: Calibration = field(default_factory=Calibration)
-    offer: Offer = NOTHING
     asks_heads: bool = False
+    offer: Offer = NOTHING
     round_index: int = 0
     in_flight: Verification | None = None
     wait_index: int = 0
@@ -131,17 +124,69 @@ class Session:
         """Tokens the session can still hold."""
         return self.length_max - len(self.committed)
 
-    def begin(self) -> list[Action]:
-        """Opens the session on the target and requests the first token, without waiting for the draft."""
-        self.target_incarnation += 1
-        actions: list[Action] = [ToTarget(self._open(self.target_incarnation, self.cache_salt))]
-        return actions + self._verify_now()
+    def expects(self, answer: VerificationResult) -> bool:
+        """The fence: whether a result is for the verification in flight. The rule checks its shape."""
+        flying = self.in_flight
+        if flying is None or self.phase is not Phase.VERIFYING:
+            return False
+        return answer.incarnation == flying.incarnation and answer.round_index == flying.round_index
 
-    def on_nodes(self, nodes: Nodes) -> list[Action]:
+    def step(self, event: Event) -> Ready:
+        """Takes one event; returns what is to be done now. After the end nothing is."""
+        if self.phase is Phase.FINISHED:
+            return NOTHING_READY
+        ready: Ready = getattr(self, HANDLERS[type(event)])(event)
+        return ready
+
+    def _on_target_found(self, _event: TargetFound) -> Ready:
+        """Opens the session on the target and sends the round in flight again; the first round, and one that was held
+        back, begins now."""
+        if self.phase not in (Phase.NEW, Phase.SEEKING):
+            return NOTHING_READY
+        opened = self._open_on_target()
+        if self.in_flight is not None:
+            return self._send_verification(opened)
+        return self._verify_now(opened) if self.phase is Phase.NEW else self._verify_when_ready(opened=opened)
+
+    def _open_on_target(self) -> tuple[TargetItem, ...]:
+        self.target_incarnation += 1
+        self._target_known_length = 0
+        return (self._open(self.target_incarnation, self.cache_salt),)
+
+    def _on_target_lost(self, _event: TargetLost) -> Ready:
+        if self.phase is not Phase.NEW:
+            self._move(PhaseEvent.LOST)
+        return NOTHING_READY
+
+    def _on_target_item(self, event: FromTarget) -> Ready:
+        """The target holds fewer tokens than assumed: sends the rest, and the same round again."""
+        flying, missing = self.in_flight, event.item
+        if not isinstance(missing, MissingTokens) or self.phase is Phase.SEEKING:
+            return NOTHING_READY
+        if flying is None or missing.incarnation != flying.incarnation:
+            return NOTHING_READY
+        opened: tuple[TargetItem, ...] = ()
+        if missing.unknown:
+            opened = self._open_on_target()
+        else:
+            self._target_known_length = min(missing.known_length, len(self.committed) - 1)
+        name = "target re-opened" if missing.unknown else "target behind"
+        return self._send_verification(opened, Note(name, {"known_length": missing.known_length}))
+
+    def _on_draft_item(self, event: FromDraft) -> Ready:
+        """An answer of the draft; of another incarnation it changes nothing."""
+        item = event.item
+        if not self.has_draft or item.incarnation != self.draft_incarnation:
+            return NOTHING_READY
+        if isinstance(item, Nodes):
+            return self._on_nodes(item)
+        if isinstance(item, MissingTokens):
+            return self._on_draft_missing(item)
+        return self._pause_draft(Note("draft refused", {"reason": item.reason}))
+
+    def _on_nodes(self, nodes: Nodes) -> Ready:
         """Adds draft tokens to the tree. Drops and counts them from the first malformed one on, or from the one that
         NODE_COUNT_MAX does not admit, and ends drafting; so does a flood of items."""
-        if not self._is_current_draft(nodes.incarnation):
-            return []
         self._draft_answer_count += 1
         if self._draft_answer_count > ANSWERS_PER_COMMIT_MAX:
             return self._pause_draft()
@@ -157,7 +202,7 @@ class Session:
             return self._pause_draft()
         self._draft_resend_count = 0
         self._draft(DraftEvent.NODES)
-        return self._verify_when_ready() if self.waiting else []
+        return self._verify_when_ready() if self.waiting else NOTHING_READY
 
     def _draft(self, event: DraftEvent) -> None:
         self.draft_state = DRAFT_MOVES[self.draft_state, event]
@@ -165,15 +210,11 @@ class Session:
     def _move(self, event: PhaseEvent) -> None:
         self.phase = PHASE_MOVES[self.phase, event]
 
-    def _is_current_draft(self, incarnation: int) -> bool:
-        """The fence: whether an answer of the draft is of the current incarnation."""
-        return self.has_draft and not self.finished and incarnation == self.draft_incarnation
-
-    def _pause_draft(self) -> list[Action]:
-        """Ends drafting for this session by this draft, and closes the session there."""
+    def _pause_draft(self, note: Note | None = None) -> Ready:
+        """Ends drafting for this session by this draft, which cannot draft for it, and closes the session there."""
         self._draft(DraftEvent.REFUSED)
-        close: list[Action] = [ToDraft(Close(self.number, self.draft_incarnation))]
-        return close + (self._verify_when_ready() if self.waiting else [])
+        close = (Close(self.number, self.draft_incarnation),)
+        return self._verify_when_ready(to_draft=close, note=note) if self.waiting else Ready(close, note=note)
 
     def _is_sound(self, node: DraftNode) -> bool:
         if not 0 <= node.token_id < self.vocabulary_size:
@@ -183,72 +224,32 @@ class Session:
         probs = node.draft_probs
         return probs is not None and probs.token_ids[-1] < self.vocabulary_size and node.token_id in probs.token_ids
 
-    def expects(self, answer: VerificationResult) -> bool:
-        """The fence: whether a result is for the verification in flight. The rule checks its shape."""
-        flying = self.in_flight
-        if flying is None:
-            return False
-        return answer.incarnation == flying.incarnation and answer.round_index == flying.round_index
-
-    def on_verdict(
-        self,
-        verdict: Verdict,
-        answer: VerificationResult,
-        kept_count: int,
-        ends: bool,
-        times: RoundTimes = NO_TIMES,
-    ) -> tuple[RoundRecord, list[Action]]:
-        """Commits the first `kept_count` tokens of the round (all unless the text `ends`) and begins the next one.
-
-        `times`: of the record, from the owner's clock. The next round's plan is
-        fixed here, by a policy that knows the rounds before this one: the owner gives it this record once the actions
-        are carried out.
-        """
+    def _on_concluded(self, event: Concluded) -> Ready:
+        """Commits the tokens of the round and begins the next one. The next round's plan is fixed here, by a policy
+        that knows the rounds before this one: the owner gives it this record once `Ready` is carried out."""
         flying, plan, is_speculating = self.in_flight, self.plan, self.is_speculating
+        verdict, answer = event.verdict, event.answer
         assert flying is not None, "a verdict needs a verification in flight"
         tokens = [*(flying.draft_token_ids[index] for index in verdict.accepted), verdict.next_token_id]
-        assert 1 <= kept_count <= len(tokens) and (ends or kept_count == len(tokens))
-        del tokens[kept_count:]
+        assert 1 <= event.kept_count <= len(tokens) and (event.ends or event.kept_count == len(tokens))
+        del tokens[event.kept_count :]
         last, path = self.tree.node(tokens[:-1]), self.tree.proposal_path(NODE_COUNT_MAX)
         was_looked_up = last is not None and bool(last.children)
         was_found = self._commit(tokens, flying)
         in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
         offer, accepted, had_heads = self.offer, verdict.accepted, bool(self._head_runs)
-        self._learn(offer, accepted)
+        offer.learn(self.calibration, accepted)
         heads = answer.output.head_proposals
         self._head_runs = head_runs(heads, self.vocabulary_size)
         self.asks_heads = self.asks_heads and not (flying.wants_heads and heads is None)
-        record = RoundRecord(
-            flying.round_index,
-            plan,
-            RoundTokens(
-                len(flying.draft_token_ids),
-                verdict.accepted_count,
-                kept_count,
-                verdict.next_kind,
-                offer.proposers,
-                tuple(map(offer.proposers.__getitem__, accepted)),
-                offer.local_count(accepted),
-                offer.path_count,
-                had_heads,
-            ),
-            TreeUse(was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path)),
-            times,
-            TargetStep.of(answer),
-            is_speculating,
-            self.draft_state is DraftState.PAUSED,
-        )
-        return record, self.end() if ends else self._commit_to_draft() + self._verify_when_ready()
-
-    def _learn(self, offer: Offer, accepted: tuple[int, ...]) -> None:
-        """Counts the guesses whose parent's path was accepted. What lies below a rejection enters no estimate."""
-        if not offer.token_ids:
-            return
-        following = children(offer.parents, len(offer.token_ids))
-        for row in (0, *(index + 1 for index in accepted)):
-            for index in following[row]:
-                for _, features in offer.guesses[index]:
-                    self.calibration.record(features, index in accepted)
+        counts = len(offer.token_ids), verdict.accepted_count, event.kept_count, verdict.next_kind
+        tokens_of_round = RoundTokens(*counts, *offer.sources(accepted), had_heads)
+        tree = TreeUse(was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path))
+        round_parts = flying.round_index, plan, tokens_of_round, tree, event.times, TargetStep.of(answer)
+        record = RoundRecord(*round_parts, is_speculating, self.draft_state is DraftState.PAUSED)
+        if event.ends:
+            return self._on_end(record=record)
+        return self._verify_when_ready(to_draft=self._commit_to_draft(), record=record)
 
     def _commit(self, tokens: list[int], flying: Verification) -> bool:
         """Commits the tokens of the round in flight; returns whether the last was in the tree."""
@@ -267,97 +268,79 @@ class Session:
         self.plan, self.is_speculating = policy.plan(self.positions_left), policy.is_speculating
         self._reach, self._wants_heads = (policy.reach_min, policy.path_reach_min), policy.wants_heads
 
-    def on_target_missing(self, missing: MissingTokens) -> list[Action]:
-        """The target holds fewer tokens than assumed: sends the rest, and the same round again."""
-        flying = self.in_flight
-        if flying is None or missing.incarnation != flying.incarnation:
-            return []
-        actions: list[Action] = []
-        if missing.unknown:
-            self.target_incarnation += 1
-            actions.append(ToTarget(self._open(self.target_incarnation, self.cache_salt)))
-        self._target_known_length = 0 if missing.unknown else min(missing.known_length, len(self.committed) - 1)
-        return actions + self._send_verification(self.offer)
+    def _on_draft_found(self, event: DraftFound) -> Ready:
+        return self._open_on_draft(Note("draft connected") if event.is_late else None)
 
-    def on_draft_up(self) -> list[Action]:
-        """A draft is connected: opens the session there and lets it draft from the current commit on."""
-        if self.finished or self.policy.draft_length_cap == 0:
-            return []
+    def _open_on_draft(self, note: Note | None) -> Ready:
+        """Opens the session on the draft and lets it draft from the current commit on."""
+        if self.policy.draft_length_cap == 0:
+            return Ready(note=note)
         self.draft_incarnation += 1
         self._draft(DraftEvent.UP)
         self._draft_known_length = self._draft_resent_length = self._draft_window = 0
         self.tree.clear()
-        actions = [ToDraft(self._open(self.draft_incarnation)), *self._commit_to_draft()]
-        return actions + (self._verify_now() if self.waiting else [])
+        items = (self._open(self.draft_incarnation), *self._commit_to_draft())
+        return self._verify_now(to_draft=items, note=note) if self.waiting else Ready(items, note=note)
 
-    def on_draft_down(self) -> list[Action]:
-        """The draft is lost: its nodes stay usable, and the session waits for no more."""
+    def _on_draft_lost(self, _event: DraftLost) -> Ready:
+        """The draft's nodes stay usable, and the session waits for no more."""
         self._draft(DraftEvent.DOWN)
-        return self._verify_when_ready() if self.waiting else []
+        note = Note("draft lost")
+        return self._verify_when_ready(note=note) if self.waiting else Ready(note=note)
 
-    def on_draft_missing(self, missing: MissingTokens) -> list[Action]:
+    def _on_draft_missing(self, missing: MissingTokens) -> Ready:
         """The draft holds fewer tokens than assumed: sends the rest, or opens the session there again; once a commit,
         so that a draft gets no more than it is sent anyway. What it lacks then, it says at the next commit. One that
         lacks tokens again and again and sends no nodes is paused."""
         length = len(self.committed)
-        if not self._is_current_draft(missing.incarnation) or self._draft_resent_length == length:
-            return []
+        if self._draft_resent_length == length:
+            return NOTHING_READY
         self._draft_resend_count += 1
         if self._draft_resend_count > RESEND_COUNT_MAX:
             return self._pause_draft()
+        known: dict[str, str | int] = {"known_length": missing.known_length}
         if missing.unknown:
-            actions = self.on_draft_up()
+            ready = self._open_on_draft(Note("draft re-opened", known))
         else:
             self._draft_known_length = min(missing.known_length, length - 1)
-            actions = self._commit_to_draft()
+            ready = Ready(self._commit_to_draft(), note=Note("draft behind", known))
         self._draft_resent_length = length
-        return actions
+        return ready
 
-    def on_draft_failure(self, failure: Failure) -> list[Action]:
-        """The draft cannot draft for this session (its context, vocabulary or cache): continues without it."""
-        return self._pause_draft() if self._is_current_draft(failure.incarnation) else []
-
-    def on_wait_expired(self, wait_index: int) -> list[Action]:
-        """The wait for draft tokens expired: verifies those in hand; the draft state is LATE."""
-        if not self.waiting or wait_index != self.wait_index:
-            return []
+    def _on_wait_expired(self, event: WaitExpired) -> Ready:
+        """Verifies the draft tokens in hand; the draft state is LATE."""
+        if not self.waiting or event.wait_index != self.wait_index:
+            return NOTHING_READY
         self._draft(DraftEvent.WAIT_EXPIRED)
-        return self._verify_now()
+        return self._verify_now(note=Note("wait expired"))
 
-    def end(self) -> list[Action]:
-        """Ends the session in any state; idempotent."""
-        if self.finished:
-            return []
+    def _on_end(self, _event: End | None = None, record: RoundRecord | None = None) -> Ready:
         self._move(PhaseEvent.ENDED)
         self.in_flight = None
-        actions: list[Action] = []
-        if self.target_incarnation:
-            actions.append(ToTarget(Close(self.number, self.target_incarnation)))
-        if self.has_draft:
-            actions.append(ToDraft(Close(self.number, self.draft_incarnation)))
-        return actions
+        to_draft = (Close(self.number, self.draft_incarnation),) if self.has_draft else ()
+        to_target = (Close(self.number, self.target_incarnation),) if self.target_incarnation else ()
+        return Ready(to_draft, to_target, record=record)
 
     def _open(self, incarnation: int, cache_salt: str = "") -> Open:
         size = self.vocabulary_size
         return Open(self.number, incarnation, self.params, self.length_max, size, cache_salt=cache_salt)
 
-    def _verify_when_ready(self) -> list[Action]:
-        """Verifies at once, or waits if the plan waits and a READY draft still owes tokens."""
+    def _verify_when_ready(self, opened: tuple[TargetItem, ...] = (), **more: Any) -> Ready:
+        """Verifies at once, or waits if the plan waits and a READY draft still owes tokens. `more`: of `Ready`."""
         plan = self.plan
-        if not plan.wait_length:
-            return self._verify_now()
-        in_hand = len(self.tree.proposal_path(plan.draft_length_max))
-        if self.draft_state is DraftState.LATE and plan.wait_length <= in_hand:
-            self._draft(DraftEvent.KEPT_UP)
-        if self.draft_state is DraftState.READY and in_hand < plan.wait_length:
-            if self.waiting:
-                return []
-            self._move(PhaseEvent.HELD)
-            self.wait_index += 1
-            return [AwaitDraft(self.wait_index, plan.wait_s)]
-        return self._verify_now()
+        if plan.wait_length:
+            in_hand = len(self.tree.proposal_path(plan.draft_length_max))
+            if self.draft_state is DraftState.LATE and plan.wait_length <= in_hand:
+                self._draft(DraftEvent.KEPT_UP)
+            if self.draft_state is DraftState.READY and in_hand < plan.wait_length:
+                if self.waiting:
+                    return Ready(to_target=opened, **more)
+                self._move(PhaseEvent.HELD)
+                self.wait_index += 1
+                return Ready(to_target=opened, wait=Wait(self.wait_index, plan.wait_s), **more)
+        return self._verify_now(opened, **more)
 
-    def _verify_now(self) -> list[Action]:
+    def _verify_now(self, opened: tuple[TargetItem, ...] = (), **more: Any) -> Ready:
         plan = self.plan
         self.offer = NOTHING
         if plan.draft_length_max:
@@ -365,45 +348,51 @@ class Session:
             most = plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings
             limits = Limits(*most, *self._reach)
             self.offer = make_offer(self.tree.root, runs, self.params.rule, limits, self.calibration)
-        return self._send_verification(self.offer)
+        return self._send_verification(opened, **more)
 
-    def _send_verification(self, offer: Offer) -> list[Action]:
-        base_position = len(self.committed)
+    def _send_verification(
+        self,
+        opened: tuple[TargetItem, ...] = (),
+        note: Note | None = None,
+        to_draft: tuple[DraftItem, ...] = (),
+        record: RoundRecord | None = None,
+    ) -> Ready:
+        base_position, offer = len(self.committed), self.offer
         extends, suffix = catch_up(self.number, self.target_incarnation, self.committed, self._target_known_length)
         self._move(PhaseEvent.SENT)
-        name = (self.number, self.target_incarnation, self.round_index)
-        tree = offer.token_ids, offer.draft_probs
-        wants_heads = self.asks_heads and self._wants_heads
         self.in_flight = Verification(
-            *name, base_position, suffix, *tree, parents=offer.parents, wants_heads=wants_heads
+            self.number,
+            self.target_incarnation,
+            self.round_index,
+            base_position,
+            suffix,
+            offer.token_ids,
+            offer.draft_probs,
+            parents=offer.parents,
+            wants_heads=self.asks_heads and self._wants_heads,
         )
-        return [*map(ToTarget, extends), ToTarget(self.in_flight)]
+        return Ready(to_draft, (*opened, *extends, self.in_flight), None, record, note)
 
-    def _commit_to_draft(self) -> list[Action]:
+    def _commit_to_draft(self) -> tuple[DraftItem, ...]:
         plan = self.plan
         if not self.has_draft or plan.window == self._draft_window == 0:
-            return []
+            return ()
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)
         length, count = len(self.committed), max(1, plan.nodes_per_step)
         commit = Commit(*name, length, suffix, plan.window, count, NO_TRACE, plan.siblings, plan.wait_length)
         self._draft_known_length, self._draft_window = len(self.committed), plan.window
-        return [*map(ToDraft, extends), ToDraft(commit)]
+        return (*extends, commit)
 
-    def check(self) -> None:
-        """Raises AssertionError naming the broken invariant."""
-        flying = self.in_flight
-        assert len(self.committed) <= self.length_max, "committed tokens fit"
-        assert self.tree.committed is self.committed, "the tree reads the session's committed tokens"
-        self.tree.check()
-        if flying is not None:
-            assert flying.base_position == len(self.committed), "the base position is the committed length"
-            most = max(0, min(self.policy.draft_length_cap, self.positions_left - 1))
-            assert len(flying.draft_token_ids) <= most, "a round offers what was planned and fits the positions left"
-            check_shape(flying.parents, flying.draft_token_ids)
-            assert self.path_max > 1 or not flying.parents, "trees are offered where they are allowed"
-            if self.params.rule is Rule.REJECTION:
-                assert len(flying.draft_probs) == len(flying.draft_token_ids), "one distribution per draft token"
-        assert not (self.waiting and flying), "a waiting session has nothing in flight"
-        assert not self.waiting or self.draft_state is DraftState.READY, "only a READY draft is waited for"
-        assert not (self.finished and (self.waiting or flying)), "nothing goes on after the end"
+
+HANDLERS = {
+    TargetFound: "_on_target_found",
+    TargetLost: "_on_target_lost",
+    FromTarget: "_on_target_item",
+    Concluded: "_on_concluded",
+    DraftFound: "_on_draft_found",
+    DraftLost: "_on_draft_lost",
+    FromDraft: "_on_draft_item",
+    WaitExpired: "_on_wait_expired",
+    End: "_on_end",
+}

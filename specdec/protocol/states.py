@@ -42,6 +42,7 @@ class Phase(State):
     NEW = "nothing was sent yet"
     VERIFYING = "a verification is in flight"
     WAITING = "a verification is held back for draft tokens"
+    SEEKING = "the target is lost; the round in flight stays for the next one"
     FINISHED = "the text has ended, or the generation was given up"
 
 
@@ -50,6 +51,7 @@ class PhaseEvent(State):
 
     SENT = "a verification was sent"
     HELD = "the plan says to wait, and a READY draft still owes tokens"
+    LOST = "the target is lost"
     ENDED = "a stop, the last token, a cancellation or an error"
 
 
@@ -72,6 +74,12 @@ PHASE_MOVES: dict[tuple[Phase, PhaseEvent], Phase] = {
     (Phase.VERIFYING, PhaseEvent.SENT): Phase.VERIFYING,
     (Phase.VERIFYING, PhaseEvent.HELD): Phase.WAITING,
     (Phase.VERIFYING, PhaseEvent.ENDED): Phase.FINISHED,
+    (Phase.VERIFYING, PhaseEvent.LOST): Phase.SEEKING,
     (Phase.WAITING, PhaseEvent.SENT): Phase.VERIFYING,
+    (Phase.WAITING, PhaseEvent.LOST): Phase.SEEKING,
     (Phase.WAITING, PhaseEvent.ENDED): Phase.FINISHED,
+    (Phase.SEEKING, PhaseEvent.LOST): Phase.SEEKING,
+    (Phase.SEEKING, PhaseEvent.SENT): Phase.VERIFYING,
+    (Phase.SEEKING, PhaseEvent.HELD): Phase.WAITING,
+    (Phase.SEEKING, PhaseEvent.ENDED): Phase.FINISHED,
 }

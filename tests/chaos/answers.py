@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from specdec.coordinator.replicas import DRAFT, TARGET, check_node_count
+from specdec.coordinator.peers import Draft, Target, check_node_count
 from specdec.errors import SpecdecError
 from specdec.launch.children import Child, start
 from specdec.protocol.items import Failure
@@ -37,7 +37,7 @@ from tests.chaos.wire import Node, read
 from tests.support.pages import free_address, read_page
 from tests.support.services import Services, fixed
 
-KINDS = {"draft-answers": DRAFT, "target-answers": TARGET}
+KINDS = {"draft-answers": Draft, "target-answers": Target}
 COPIES_MAX = 64  # mutations of one real answer
 REPLACED_SHARE = 0.2  # of real answers: only mutations of them are sent
 REPLACED_S = 1.0  # before the end of a link, of a target: a text waits for its answer until then
@@ -116,7 +116,7 @@ class Corrupter(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
             nodes = read(descriptor.DESCRIPTOR, data)
             self._donors += (node.copy() for node in nodes if len(self._donors) < DONOR_COUNT)
             mutated = [self.mutator.mutate(nodes) for _ in range(self._random.randint(1, COPIES_MAX))]
-            may_replace = self._kind is DRAFT or time.monotonic() > ends_s - REPLACED_S
+            may_replace = self._kind is Draft or time.monotonic() > ends_s - REPLACED_S
             is_replaced = may_replace and self._random.random() < REPLACED_SHARE
             real_at = -1 if is_replaced else self._random.randrange(len(mutated))
             sent = 0
@@ -143,7 +143,7 @@ class Corrupter(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
             check_large(message_class, data)
             response = message_class.FromString(data)
             check_item_count(len(response.items))
-            if self._kind is DRAFT:
+            if self._kind is Draft:
                 check_node_count(sum(len(item.nodes.nodes) for item in response.items))
             for message in response.items:
                 item = item_from_message(message)

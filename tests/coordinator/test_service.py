@@ -35,7 +35,7 @@ async def coordinator() -> AsyncIterator[Coordinator]:
     """A coordinator of one slot with a target that is up, without any connection."""
     settings = CoordinatorSettings(target="localhost:1", tokenizer="none", max_num_seqs=1)
     coordinator = Coordinator(settings, Tokenizer(str(EMBEDDED_MODELS / "target")), Tracing(), lambda: None)
-    coordinator.target.description = TARGET
+    coordinator.fleet.target.description = TARGET
     yield coordinator
 
 

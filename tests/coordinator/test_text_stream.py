@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from specdec.coordinator.output import OutputWalker
+from specdec.coordinator.output import OutputProcessor
 from specdec.coordinator.tokenizer import CONTEXT_TOKENS_MAX, Tokenizer
 from specdec.folders import EMBEDDED_MODELS
 from tests.support.tokenizer_kinds import (
@@ -106,15 +106,17 @@ def test_a_stop_string_matches_in_the_output_alone(case: Case):
             tempted += expected is None and stop in whole[: certain[cut + len(output)]]
             matched += expected is not None
 
-            def walker(prompt: tuple[int, ...] = prompt, stop: str = stop, least: int = min_tokens) -> OutputWalker:
-                return OutputWalker(case.ours.stream(prompt), (stop,), (), least, 1000)
+            def processor(
+                prompt: tuple[int, ...] = prompt, stop: str = stop, least: int = min_tokens
+            ) -> OutputProcessor:
+                return OutputProcessor(case.ours.stream(prompt), (stop,), (), least, 1000)
 
-            walked = walker().walk(output)
-            assert (walked.kept_count if walked.ending else None) == expected, (token_ids, cut, stop)
-            assert expected is None or "".join(walked.texts) == text, (token_ids, cut, stop)
-            resumed, place = walker(), rng.randrange(walked.kept_count)
-            resumed.walk(output[:place])
-            assert resumed.walk(output[place:]).texts == walked.texts[place:]
+            appended = processor().append(output)
+            assert (appended.kept_count if appended.ending else None) == expected, (token_ids, cut, stop)
+            assert expected is None or "".join(appended.texts) == text, (token_ids, cut, stop)
+            resumed, place = processor(), rng.randrange(appended.kept_count)
+            resumed.append(output[:place])
+            assert resumed.append(output[place:]).texts == appended.texts[place:]
     assert matched > 20 and tempted > 20
 
 
@@ -149,8 +151,8 @@ def test_a_prompt_may_end_inside_a_character(name: str):
                 stream = ours.stream(tuple(prompt))
                 sent = "".join(map(stream.step, output)) + stream.rest()
                 assert sent == whole[common_length(begun, whole) :], (text, cut, output)
-                walked = OutputWalker(ours.stream(tuple(prompt)), ("y", "robot"), (), 0, 100).walk(output)
-                assert "".join(walked.texts) == sent[: sent.rindex("robot")] and walked.kept_count == len(output)
+                appended = OutputProcessor(ours.stream(tuple(prompt)), ("y", "robot"), (), 0, 100).append(output)
+                assert "".join(appended.texts) == sent[: sent.rindex("robot")] and appended.kept_count == len(output)
             incomplete += text[: len(begun)] != begun
     assert incomplete >= 6
 
@@ -167,8 +169,8 @@ def test_characters_of_byte_tokens_are_sent_when_they_are_whole(case: Case):
         pieces = byte_tokens(letter.encode() * count)
         prompt = tuple(case.library.token_to_id(piece) for piece in pieces)
         assert list(map(case.ours.stream(prompt).step, output)) == ["", "", "日", "", "", "本", "", "", "語"]
-        walked = OutputWalker(case.ours.stream(prompt), ("本",), (), 0, 100).walk(output)
-        assert walked.ending is not None and "".join(walked.texts) == "日" and walked.kept_count == 6
+        appended = OutputProcessor(case.ours.stream(prompt), ("本",), (), 0, 100).append(output)
+        assert appended.ending is not None and "".join(appended.texts) == "日" and appended.kept_count == 6
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma", "unigram with bytes"], indirect=True)

@@ -25,13 +25,13 @@ MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 NETWORK_LIBRARIES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
 CLOCKS_AND_CHANCE = ("asyncio", "threading", "time", "datetime", "random", "secrets", "uuid", "os", "socket")
 # Plain values and pure functions of the protocol, which every package may use; tree, session and policy are machines.
-VALUE_MODULES = ("types", "items", "request", "report", "limits", "noise", "fingerprint", "shape", "heads")
+VALUE_MODULES = ("types", "items", "request", "records", "report", "limits", "noise", "fingerprint", "shape", "heads")
 VALUES = tuple(f"specdec.protocol.{name}" for name in VALUE_MODULES)
 # Where generated types may be named beside rpc/convert*.py: the edges that register methods and open streams.
 EDGES_OF_THE_WIRE = frozenset(
     {
         "specdec.coordinator.service",
-        "specdec.coordinator.replicas",
+        "specdec.coordinator.peers",
         "specdec.draft_service.service",
         "specdec.target_service.service",
         "specdec.replica.app",
@@ -74,7 +74,7 @@ TABLE = (
             "specdec.protocol.types",
             "specdec.protocol.plan",
             "specdec.protocol.policy",
-            "specdec.protocol.report",
+            "specdec.protocol.records",
         ),
         MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE,
     ),

@@ -8,7 +8,7 @@ import pytest
 
 from specdec.bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.speculation import Speculation
+from specdec.coordinator.fleet import Fleet
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import DraftTimes, catalogue, expected_accepted
 from specdec.policy.fixed_policy import OFF_POLICY, FixedPolicy
@@ -18,7 +18,7 @@ from specdec.protocol.offer import make_offer
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Policy
 from specdec.protocol.records import RoundRecord
-from specdec.protocol.request import GenerationRequest
+from specdec.protocol.request import GenerationRequest, SamplingParams
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Description, Proposer, Rule, TokenKind
 from tests.protocol.test_offer import WIDE, Certain, grown, paths_of
 from tests.support.records import changed, round_record
@@ -26,6 +26,8 @@ from tests.support.records import changed, round_record
 SPARE_TOKENS = 100_000
 SETTINGS = CoordinatorSettings(target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto")
 TARGET = Description("digest", "print", "name", 7, 100, (1,), "float32", "cpu", "torch")
+
+GREEDY = GenerationRequest(token_ids=(1,), sampling=SamplingParams(temperature=0))
 
 
 def auto() -> AutoPolicy:
@@ -126,9 +128,9 @@ def test_heads_are_asked_while_their_tokens_are_worth_their_time(
     two. At 4 to 5 tokens a step, 0.15 of a step is worth 0.6 to 0.9 of a token, which is between both acceptances.
     """
     step_times, head_times = ([(rows, share * TARGET_S) for rows in (1, 16)] for share in (1.0, head_share))
-    speculation = Speculation(SETTINGS)
-    speculation.on_target(replace(TARGET, step_times=tuple(step_times), head_times=tuple(head_times)))
-    policy = speculation.policy(GenerationRequest(token_ids=(1,)), Rule.GREEDY)
+    fleet = Fleet(SETTINGS, "", lambda: None)
+    fleet.target._on_found(replace(TARGET, step_times=tuple(step_times), head_times=tuple(head_times)))
+    policy = fleet.choose(GREEDY, 1).policy
     asked = []
     for index in range(1, 128):
         proposers = (Proposer.HEADS,) * accepted * (index % 2)
@@ -141,13 +143,13 @@ def test_heads_are_asked_while_their_tokens_are_worth_their_time(
 def test_the_time_of_heads_goes_by_sessions_not_rows() -> None:
     """Claim: heads have one row a session, so one session whose rounds have four rows pays the time of one row.
     Conclusive: the time of four would be more than their tokens are worth (the case "expensive" above)."""
-    speculation = Speculation(SETTINGS)
+    fleet = Fleet(SETTINGS, "", lambda: None)
     times = {
         "step_times": tuple((rows, TARGET_S) for rows in (1, 16)),
         "head_times": ((1, 0.02 * TARGET_S), (4, 0.5 * TARGET_S)),
     }
-    speculation.on_target(replace(TARGET, **times))
-    policy = speculation.policy(GenerationRequest(token_ids=(1,)), Rule.GREEDY)
+    fleet.target._on_found(replace(TARGET, **times))
+    policy = fleet.choose(GREEDY, 1).policy
     for index in range(1, 128):
         record = record_of(index, policy.plan(SPARE_TOKENS), 3, 3)
         policy.on_round(changed(record, had_heads=True, accepted_proposers=(Proposer.HEADS,) * (index % 2)))

@@ -12,6 +12,18 @@ from dataclasses import replace
 import pytest
 
 from specdec.policy.fixed_policy import FixedPolicy
+from specdec.protocol.events import (
+    Concluded,
+    DraftFound,
+    DraftLost,
+    End,
+    FromDraft,
+    FromTarget,
+    Ready,
+    TargetFound,
+    TargetLost,
+    WaitExpired,
+)
 from specdec.protocol.items import (
     Close,
     Commit,
@@ -28,14 +40,12 @@ from specdec.protocol.session import (
     ANSWERS_PER_COMMIT_MAX,
     NODE_COUNT_MAX,
     RESEND_COUNT_MAX,
-    AwaitDraft,
     Session,
-    ToDraft,
-    ToTarget,
 )
-from specdec.protocol.states import DraftState
+from specdec.protocol.states import DraftState, Phase
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
+from tests.support.session_check import check_session
 from tests.support.trees import OwnTree
 
 VOCABULARY_SIZE = 50
@@ -157,16 +167,15 @@ class World:
         self.draft_is_up = False
         self.fault_count = 0
 
-    def perform(self, actions) -> None:
-        self.session.check()
-        for action in actions:
-            if isinstance(action, ToTarget):
-                self.to_target.append(action.item)
-            elif isinstance(action, ToDraft):
-                self.to_draft.append(action.item)
-            else:
-                assert isinstance(action, AwaitDraft)
-                self.timers.append(action.wait_index)
+    def happen(self, event) -> Ready:
+        """The session takes an event, and what it is ready with is under way."""
+        check_session(self.session)
+        ready = self.session.step(event)
+        self.to_draft += ready.to_draft
+        self.to_target += ready.to_target
+        if ready.wait is not None:
+            self.timers.append(ready.wait.wait_index)
+        return ready
 
     def result(self, answer: VerificationResult) -> None:
         session = self.session
@@ -180,9 +189,8 @@ class World:
         kind = TokenKind.BONUS if accepted == len(drafted) else TokenKind.RECOVERED
         ends = accepted + 1 >= session.positions_left
         verdict = Verdict(tuple(range(accepted)), recovered[accepted], kind)
-        record, actions = session.on_verdict(verdict, answer, accepted + 1, ends)
+        record = self.happen(Concluded(verdict, answer, accepted + 1, ends)).record
         assert (record.tokens.offered_count, record.tokens.accepted_count) == (len(drafted), accepted)
-        self.perform(actions)
 
     def deliver(self) -> None:
         """Runs one possible event, chosen at random."""
@@ -196,7 +204,7 @@ class World:
         if self.nodes:
             choices.append(lambda: self.take_draft(self.nodes.pop(0)))
         if self.timers:
-            choices.append(lambda: self.perform(self.session.on_wait_expired(self.timers.pop(0))))
+            choices.append(lambda: self.happen(WaitExpired(self.timers.pop(0))))
         self.rng.choice(choices)()
 
     def step_draft(self) -> None:
@@ -209,13 +217,13 @@ class World:
         if isinstance(item, VerificationResult):
             self.result(item)
         else:
-            self.perform(self.session.on_target_missing(item))
+            self.happen(FromTarget(item))
 
     def take_draft(self, item) -> None:
         if isinstance(item, Nodes):
-            self.perform(self.session.on_nodes(item))
+            self.happen(FromDraft(item))
         else:
-            self.perform(self.session.on_draft_missing(item))
+            self.happen(FromDraft(item))
 
     def fault(self) -> None:
         """One fault. Links keep order and lose a suffix, as broken streams do; a draft's nodes may do anything."""
@@ -229,10 +237,10 @@ class World:
             self.draft_is_up = False
             self.to_draft.clear()
             self.draft.forget()
-            self.perform(self.session.on_draft_down())
+            self.happen(DraftLost())
         elif kind == 3 and not self.draft_is_up:
             self.draft_is_up = True
-            self.perform(self.session.on_draft_up())
+            self.happen(DraftFound())
         elif kind == 4 and self.nodes:
             self.nodes.pop(self.rng.randrange(len(self.nodes)))
         elif kind == 5 and self.nodes:
@@ -250,7 +258,7 @@ def test_the_text_is_the_targets_under_faults(draft_length: int):
     for seed in range(250):
         session = make_session(draft_length)
         world = World(seed, session)
-        world.perform(session.begin())
+        world.happen(TargetFound())
         for _ in range(5000):
             if session.finished:
                 break
@@ -265,8 +273,7 @@ def test_the_text_is_the_targets_under_faults(draft_length: int):
 
 
 def begin(session: Session) -> Verification:
-    actions = session.begin()
-    return actions[-1].item
+    return session.step(TargetFound()).to_target[-1]
 
 
 def output_for(item: Verification, *tokens: int) -> VerificationResult:
@@ -298,16 +305,16 @@ def test_a_ready_draft_is_waited_for_once_and_then_not_until_it_keeps_up():
     """Claim: a silent draft costs one wait, not one per round, and only its own timer ends a wait."""
     session = make_session(draft_length=2)
     begun = begin(session)
-    session.on_draft_up()
-    session.on_nodes(nodes_of(session, 9))
+    session.step(DraftFound())
+    session.step(FromDraft(nodes_of(session, 9)))
     assert session.draft_state is DraftState.READY
-    _, actions = session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
-    assert any(isinstance(action, AwaitDraft) for action in actions) and session.waiting
-    assert session.on_wait_expired(session.wait_index - 1) == [] and session.waiting, "a timer of an earlier wait"
-    (sent,) = session.on_wait_expired(session.wait_index)
-    assert isinstance(sent.item, Verification) and session.draft_state is DraftState.LATE
-    _, actions = session.on_verdict(Verdict((), 8, TokenKind.BONUS), output_for(begun, 8), 1, ends=False)
-    assert not any(isinstance(action, AwaitDraft) for action in actions)
+    ready = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
+    assert ready.wait is not None and session.waiting
+    assert session.step(WaitExpired(session.wait_index - 1)) == Ready(), "a timer of an earlier wait"
+    assert session.waiting
+    (sent,) = session.step(WaitExpired(session.wait_index)).to_target
+    assert isinstance(sent, Verification) and session.draft_state is DraftState.LATE
+    assert session.step(Concluded(Verdict((), 8, TokenKind.BONUS), output_for(begun, 8), 1)).wait is None
 
 
 def test_a_wait_does_not_change_the_plan_and_its_limits():
@@ -317,17 +324,18 @@ def test_a_wait_does_not_change_the_plan_and_its_limits():
     Conclusive: under the policy's later limit no token could be offered; after the next commit none is."""
     session = make_session(draft_length=2)
     begun = begin(session)
-    session.on_draft_up()
-    session.on_nodes(nodes_of(session, 9))
-    session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    session.step(DraftFound())
+    session.step(FromDraft(nodes_of(session, 9)))
+    session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
     assert session.waiting
     session.policy.reach_min, session.policy.is_speculating = 1.5, False
-    (sent,) = session.on_nodes(nodes_of(session, 8, 7, epoch=2))
-    assert sent.item.draft_token_ids == (8, 7)
-    record, _ = session.on_verdict(Verdict((), 6, TokenKind.RECOVERED), output_for(sent.item, 6), 1, ends=False)
+    (sent,) = session.step(FromDraft(nodes_of(session, 8, 7, epoch=2))).to_target
+    assert sent.draft_token_ids == (8, 7)
+    record = session.step(Concluded(Verdict((), 6, TokenKind.RECOVERED), output_for(sent, 6), 1)).record
     assert record.is_speculating
-    actions = session.on_nodes(nodes_of(session, 8, 7, epoch=3)) or session.on_wait_expired(session.wait_index)
-    assert [action.item.draft_token_ids for action in actions] == [()]
+    sent = session.step(FromDraft(nodes_of(session, 8, 7, epoch=3))).to_target
+    sent = sent or session.step(WaitExpired(session.wait_index)).to_target
+    assert [item.draft_token_ids for item in sent] == [()]
 
 
 def test_a_commit_tells_the_length_that_the_plan_waits_for():
@@ -336,7 +344,7 @@ def test_a_commit_tells_the_length_that_the_plan_waits_for():
     begin(session)
     for wait_length in (session.plan.wait_length, 0):
         session.plan = replace(session.plan, wait_length=wait_length)
-        commits = [action.item for action in session.on_draft_up() if isinstance(action.item, Commit)]
+        commits = [item for item in session.step(DraftFound()).to_draft if isinstance(item, Commit)]
         assert [commit.wait_length for commit in commits] == [wait_length]
 
 
@@ -344,9 +352,9 @@ def test_malformed_nodes_are_dropped_from_the_first_on_and_pause_drafting():
     """Claim: a token outside the vocabulary or without draft distribution is never offered, nor are nodes below."""
     session = make_session(draft_length=3, rule=Rule.REJECTION)
     item = begin(session)
-    session.on_draft_up()
+    session.step(DraftFound())
     rows = [DraftProbs((4, 9), (1, 2)), DraftProbs((4, 9), (1, 2)), DraftProbs((4,), (1,))]
-    session.on_nodes(nodes_of(session, 4, 8, 4, rows=rows))
+    session.step(FromDraft(nodes_of(session, 4, 8, 4, rows=rows)))
     assert session.malformed_node_count == 2
     assert session.draft_state is DraftState.PAUSED
     assert [node.token_id for node in session.tree.proposal_path(9)] == [4]
@@ -357,15 +365,14 @@ def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
     """Claim (design section 8): a full draft costs that session its drafting, no more; a fresh draft is used again."""
     session = make_session()
     begun = begin(session)
-    session.on_draft_up()
-    (closed,) = session.on_draft_failure(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))
-    assert session.draft_state is DraftState.PAUSED and isinstance(closed.item, Close)
-    assert session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True)) == []
-    record, actions = session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
-    assert record.is_refused
-    assert not any(isinstance(action, ToDraft) for action in actions)
-    session.on_draft_down()
-    assert any(isinstance(action, ToDraft) for action in session.on_draft_up())
+    session.step(DraftFound())
+    (closed,) = session.step(FromDraft(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))).to_draft
+    assert session.draft_state is DraftState.PAUSED and isinstance(closed, Close)
+    assert session.step(FromDraft(MissingTokens(1, session.draft_incarnation, 0, unknown=True))) == Ready()
+    ready = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
+    assert ready.record.is_refused and not ready.to_draft
+    session.step(DraftLost())
+    assert session.step(DraftFound()).to_draft
 
 
 def test_long_prompts_are_split_over_items():
@@ -373,7 +380,7 @@ def test_long_prompts_are_split_over_items():
     prompt = [token % VOCABULARY_SIZE for token in range(5000)]
     params = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
     session = Session(1, params, 6000, VOCABULARY_SIZE, FixedPolicy(3), list(prompt))
-    items = [action.item for action in session.begin()]
+    items = session.step(TargetFound()).to_target
     extends = [item for item in items if isinstance(item, Extend)]
     sent = [token for item in extends for token in item.token_ids] + list(items[-1].suffix_token_ids)
     assert sent == prompt and len(extends) == 2
@@ -383,10 +390,10 @@ def test_a_draft_that_sends_without_end_is_paused():
     """Claim: the nodes a misbehaving draft can make a session hold are bounded."""
     session = make_session()
     begin(session)
-    session.on_draft_up()
+    session.step(DraftFound())
     for number in range(1, 6000):
         entry = DraftNode(number, 0, number % VOCABULARY_SIZE, False)
-        session.on_nodes(Nodes(1, session.draft_incarnation, 1, len(session.committed), (entry,)))
+        session.step(FromDraft(Nodes(1, session.draft_incarnation, 1, len(session.committed), (entry,))))
     assert session.draft_state is DraftState.PAUSED
     assert len(session.tree.named) <= 4097
 
@@ -396,16 +403,16 @@ def test_a_draft_that_floods_between_two_commits_is_paused():
     with a commit between them change nothing. Source: floods of old nodes made a text ten times slower."""
     session = make_session()
     begun = begin(session)
-    session.on_draft_up()
+    session.step(DraftFound())
     stale = Nodes(1, session.draft_incarnation, 9, 1, (DraftNode(1, 0, 7, True),))
     for _ in range(ANSWERS_PER_COMMIT_MAX):
-        session.on_nodes(stale)
+        session.step(FromDraft(stale))
     assert session.has_draft
-    session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
     for _ in range(ANSWERS_PER_COMMIT_MAX):
-        session.on_nodes(stale)
+        session.step(FromDraft(stale))
     assert session.has_draft
-    session.on_nodes(stale)
+    session.step(FromDraft(stale))
     assert session.draft_state is DraftState.PAUSED
 
 
@@ -414,17 +421,16 @@ def test_a_draft_that_never_has_its_tokens_is_paused():
     its nodes set the count back. Source: each time it is sent the whole context."""
     session = make_session(draft_length=2, length_max=3 * RESEND_COUNT_MAX)
     flying = begin(session)
-    session.on_draft_up()
+    session.step(DraftFound())
 
     def lack_and_commit(count: int) -> None:
         nonlocal flying
         for _ in range(count):
-            session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True))
-            _, actions = session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(flying, 9), 1, ends=False)
-            flying = next(action.item for action in actions if isinstance(action.item, Verification))
+            session.step(FromDraft(MissingTokens(1, session.draft_incarnation, 0, unknown=True)))
+            flying = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(flying, 9), 1)).to_target[-1]
 
     lack_and_commit(RESEND_COUNT_MAX)
-    session.on_nodes(Nodes(1, session.draft_incarnation, 9, 1, (DraftNode(1, 0, 7, True),)))
+    session.step(FromDraft(Nodes(1, session.draft_incarnation, 9, 1, (DraftNode(1, 0, 7, True),))))
     lack_and_commit(RESEND_COUNT_MAX)
     assert session.has_draft
     lack_and_commit(1)
@@ -436,9 +442,9 @@ def test_an_item_of_many_nodes_is_read_up_to_the_limit():
     ends. Source: 300,000 nodes were filed before the limit was checked."""
     session = make_session()
     begin(session)
-    session.on_draft_up()
+    session.step(DraftFound())
     entries = tuple(DraftNode(number, number - 1, 7, True) for number in range(1, 3 * NODE_COUNT_MAX))
-    session.on_nodes(Nodes(1, session.draft_incarnation, 1, len(session.committed), entries))
+    session.step(FromDraft(Nodes(1, session.draft_incarnation, 1, len(session.committed), entries)))
     assert session.draft_state is DraftState.PAUSED
     assert len(session.tree.named) == NODE_COUNT_MAX and session.malformed_node_count == 2 * NODE_COUNT_MAX - 1
 
@@ -449,27 +455,68 @@ def test_a_draft_gets_what_it_lacks_once_per_commit():
     repeated it received the whole context each time."""
     session = make_session(draft_length=2)
     begun = begin(session)
-    session.on_draft_up()
+    session.step(DraftFound())
     for _ in range(2):
         behind = MissingTokens(1, session.draft_incarnation, 0)
-        assert [type(action.item) for action in session.on_draft_missing(behind)] == [Commit]
-        assert session.on_draft_missing(behind) == []
-        assert session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True)) == []
-        session.on_draft_down()
-        session.on_draft_up()
+        assert [type(item) for item in session.step(FromDraft(behind)).to_draft] == [Commit]
+        assert session.step(FromDraft(behind)) == Ready()
+        assert session.step(FromDraft(MissingTokens(1, session.draft_incarnation, 0, unknown=True))) == Ready()
+        session.step(DraftLost())
+        session.step(DraftFound())
     unknown = MissingTokens(1, session.draft_incarnation, 0, unknown=True)
-    assert [type(action.item) for action in session.on_draft_missing(unknown)] == [Open, Commit]
-    assert session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True)) == []
-    session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
-    (sent,) = session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 2))
-    assert sent.item.suffix_token_ids == (PROMPT[2], 9)
+    assert [type(item) for item in session.step(FromDraft(unknown)).to_draft] == [Open, Commit]
+    assert session.step(FromDraft(MissingTokens(1, session.draft_incarnation, 0, unknown=True))) == Ready()
+    session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
+    (sent,) = session.step(FromDraft(MissingTokens(1, session.draft_incarnation, 2))).to_draft
+    assert sent.suffix_token_ids == (PROMPT[2], 9)
 
 
 def test_end_closes_on_both_replicas_once():
     """Claim: a session that is ended several times sends one Close to each replica."""
     session = make_session()
     begin(session)
-    session.on_draft_up()
-    closed = [type(action.item) for action in session.end()]
-    assert closed == [Close, Close]
-    assert session.end() == []
+    session.step(DraftFound())
+    ready = session.step(End())
+    assert [type(item) for item in (*ready.to_draft, *ready.to_target)] == [Close, Close]
+    assert session.step(End()) == Ready()
+
+
+def test_a_text_survives_its_target() -> None:
+    """Claim: with the target lost at any moment and another found later, which knows nothing, the committed tokens are
+    those of an undisturbed run; the round that was in flight is verified again with the same tokens, under the next
+    incarnation, and nothing of the lost target is answered any more.
+
+    Conclusive: the target is lost before every single event of the run, one run for each; all items of the lost one are
+    dropped, its answers under way are delivered late, and the text is compared with the reference.
+    """
+    lost_count = again_count = 0
+    for seed in range(4):
+        for lost_at in range(200):
+            session = make_session(3)
+            world = World(seed, session)
+            world.happen(TargetFound())
+            world.draft_is_up = True
+            world.happen(DraftFound(is_late=False))
+            found_at, flying, late = 0, None, []
+            for count in range(5000):
+                if session.finished:
+                    break
+                if count == lost_at:
+                    flying, late = session.in_flight, [answer for answer in world.answers]
+                    world.to_target.clear()
+                    world.answers.clear()
+                    assert world.happen(TargetLost()) == Ready() and session.phase is Phase.SEEKING
+                    world.target, found_at, lost_count = ToyTarget(), count + world.rng.randrange(8), lost_count + 1
+                if session.phase is Phase.SEEKING and count >= found_at:
+                    sent = world.happen(TargetFound()).to_target
+                    assert isinstance(sent[0], Open) and sent[0].incarnation == 2
+                    if flying is not None:
+                        again_count += 1
+                        assert sent[-1].content == flying.content and sent[-1].round_index == flying.round_index
+                    world.answers += late
+                if world.to_target or world.answers or world.draft_is_up or world.nodes or world.timers:
+                    world.deliver()
+            assert session.finished and session.committed == reference(40), f"seed {seed}, lost before event {lost_at}"
+            if lost_at > count:
+                break
+    assert lost_count > 150 and again_count > 80

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specdec.coordinator.decode_loop import Generation
+from specdec.coordinator.generation import Generation
 from specdec.decoding.verification import VerificationRequest
 from specdec.draft_service import drafter
 from specdec.draft_service.drafter import Drafter
@@ -21,12 +21,13 @@ from specdec.engine.scheduling.runner import StepRunner
 from specdec.protocol import offer as offer_module
 from specdec.protocol import rejection
 from specdec.protocol import session as session_module
+from specdec.protocol.events import NOTHING_READY, FromDraft, FromTarget, Ready, TargetLost
 from specdec.protocol.growth import Growth
-from specdec.protocol.items import UINT32_MAX, Close, DraftNode
+from specdec.protocol.items import UINT32_MAX, Close, DraftNode, Nodes
 from specdec.protocol.noise import Lane
 from specdec.protocol.proposers import NgramProposer, PredictionProposer
 from specdec.protocol.report import Delta
-from specdec.protocol.session import Session, ToDraft
+from specdec.protocol.session import Session
 from specdec.protocol.states import DraftEvent
 from specdec.protocol.suffix_store import SuffixProposer, SuffixStore
 from specdec.protocol.tree import DraftTree
@@ -81,10 +82,11 @@ def short_as(**changed: Callable[[Session], int]) -> Callable[[Callable], Callab
     """A MissingTokens of the target is read with other numbers."""
 
     def made(real: Callable) -> Callable:
-        def mutant(self: Session, missing: Any) -> Any:
+        def mutant(self: Session, event: Any) -> Any:
             if self.in_flight is None:
-                return []
-            return real(self, replace(missing, **{name: value(self) for name, value in changed.items()}))
+                return NOTHING_READY
+            item = replace(event.item, **{name: value(self) for name, value in changed.items()})
+            return real(self, FromTarget(item))
 
         return mutant
 
@@ -94,11 +96,11 @@ def short_as(**changed: Callable[[Session], int]) -> Callable[[Callable], Callab
 def asks_anew(real: Callable) -> Callable:
     """A verification that is sent again offers the draft tokens of that moment."""
 
-    def mutant(self: Session, offer: Any) -> Any:
+    def mutant(self: Session, opened: Any = (), **more: Any) -> Any:
         if self.in_flight is None:
-            return real(self, offer)
+            return real(self, opened, **more)
         self.in_flight = None
-        return self._verify_now()
+        return self._verify_now(opened, **more)
 
     return mutant
 
@@ -106,11 +108,11 @@ def asks_anew(real: Callable) -> Callable:
 def offers_more(real: Callable) -> Callable:
     """One token more than planned."""
 
-    def mutant(self: Session) -> Any:
+    def mutant(self: Session, *arguments: Any, **more: Any) -> Any:
         plan = self.plan
         self.plan = replace(plan, draft_length_max=plan.draft_length_max + 1)
         try:
-            return real(self)
+            return real(self, *arguments, **more)
         finally:
             self.plan = plan
 
@@ -205,11 +207,27 @@ def assume_known(session: Session) -> None:
         session._draft_known_length = len(session.committed) - 1
 
 
-def wait_ends_in_nothing(self: Session, wait_index: int) -> list:
+def wait_ends_in_nothing(self: Session, event: Any) -> Ready:
     """The end of a wait is noted, and nothing is sent."""
-    if self.waiting and wait_index == self.wait_index:
+    if self.waiting and event.wait_index == self.wait_index:
         self._draft(DraftEvent.WAIT_EXPIRED)
-    return []
+    return NOTHING_READY
+
+
+def unfenced(real: Callable) -> Callable:
+    """Whatever incarnation an answer of the draft is of, it counts."""
+
+    def mutant(self: Session, event: Any) -> Any:
+        item, number = event.item, self.draft_incarnation
+        own = item._replace(incarnation=number) if isinstance(item, Nodes) else replace(item, incarnation=number)
+        return real(self, FromDraft(own))
+
+    return mutant
+
+
+def only_the_first_draft(real: Callable) -> Callable:
+    """A draft that comes later is told nothing."""
+    return lambda self, event: NOTHING_READY if event.is_late else real(self, event)
 
 
 def fed(effect: Callable[[Any, Any], None]) -> Callable[[Callable], Callable]:
@@ -284,7 +302,12 @@ def last_drawn_first(real: Callable) -> Callable:
 
 def without_parents(real: Callable) -> Callable:
     """The shape of the tree is lost."""
-    return lambda self, offer: real(self, offer._replace(parents=()))
+
+    def mutant(self: Session, *arguments: Any, **more: Any) -> Any:
+        self.offer = self.offer._replace(parents=())
+        return real(self, *arguments, **more)
+
+    return mutant
 
 
 def likeliest_offered(real: Callable) -> Callable:
@@ -404,11 +427,11 @@ def older_heads_kept(real: Callable) -> Callable:
     """A round without proposals of heads offers those of the round before."""
     kept: dict[int, list] = {}
 
-    def mutant(self: Session) -> Any:
+    def mutant(self: Session, *arguments: Any, **more: Any) -> Any:
         if self._head_runs or not self.round_index:
             kept[self.number] = self._head_runs
         self._head_runs = kept[self.number]
-        return real(self)
+        return real(self, *arguments, **more)
 
     return mutant
 
@@ -456,13 +479,13 @@ FENCES = (
     Bug(
         "the draft's answers are not fenced",
         Session,
-        "_is_current_draft",
-        instead(lambda self, incarnation: self.has_draft and not self.finished),
+        "_on_draft_item",
+        unfenced,
     ),
     Bug(
         "a late MissingTokens of the target is answered again",
         Session,
-        "on_target_missing",
+        "_on_target_item",
         short_as(incarnation=lambda session: session.in_flight.incarnation),
     ),
     Bug(
@@ -486,7 +509,7 @@ ROUNDS = (
     Bug(
         "a MissingTokens is answered by the assumed length",
         Session,
-        "on_target_missing",
+        "_on_target_item",
         short_as(known_length=lambda session: len(session.committed)),
     ),
     Bug("after a MissingTokens the round is requested with other tokens", Session, "_send_verification", asks_anew),
@@ -537,8 +560,10 @@ ROUNDS = (
     Bug(
         "the loss of the target goes unnoticed",
         Generation,
-        "on_down",
-        lambda real: lambda self, replica: real(self, replica) if replica is self._draft else None,
+        "take",
+        lambda real: (
+            lambda self, event, byte_count=0: None if isinstance(event, TargetLost) else real(self, event, byte_count)
+        ),
     ),
 )
 
@@ -563,22 +588,22 @@ TREE = (
     Bug(
         "a draft that comes back finds its old incarnation",
         Session,
-        "on_draft_up",
+        "_open_on_draft",
         before(lambda session: setattr(session, "draft_incarnation", 0)),
     ),
     Bug("a draft that comes back does not receive the text", Session, "_commit_to_draft", before(assume_known)),
     Bug(
         "a lost draft is waited for",
         Session,
-        "on_draft_down",
-        instead(lambda self: self._verify_when_ready() if self.waiting else []),
+        "_on_draft_lost",
+        instead(lambda self, event: self._verify_when_ready() if self.waiting else NOTHING_READY),
     ),
-    Bug("a draft that comes back is not used", Generation, "on_up", instead(lambda self, replica: None)),
+    Bug("a draft that comes back is not used", Session, "_on_draft_found", only_the_first_draft),
     Bug(
         "the draft does not receive the end",
         Session,
-        "end",
-        lambda real: lambda self: [action for action in real(self) if not isinstance(action, ToDraft)],
+        "_on_end",
+        lambda real: lambda self, *arguments, **more: real(self, *arguments, **more)._replace(to_draft=()),
     ),
 )
 
@@ -651,12 +676,12 @@ TIMES = (
         "next_step",
         lambda real: lambda self: replace(real(self), delay_s=0.001),
     ),
-    Bug("the end of a wait changes nothing", Session, "on_wait_expired", instead(wait_ends_in_nothing)),
+    Bug("the end of a wait changes nothing", Session, "_on_wait_expired", instead(wait_ends_in_nothing)),
     Bug(
         "nodes do not end a wait",
         Session,
         "_verify_when_ready",
-        lambda real: lambda self: [] if self.waiting else real(self),
+        lambda real: lambda self, **more: NOTHING_READY if self.waiting else real(self, **more),
     ),
     Bug(
         "a draft switched on again does not receive the text",

@@ -1,6 +1,6 @@
 """Coordinators and their clients on virtual time.
 
-A generation is the real `coordinator.decode_loop.Generation` over the real session; only the event loop and the
+A generation is the real `coordinator.generation.Generation` over the real session; only the event loop and the
 replicas it is given are simulated. A client reads what it emits, and when a generation is lost, with its target or its
 coordinator, it resumes after the tokens received. It checks that no token is wrong, doubled or missing.
 """
@@ -16,18 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.decode_loop import Generation
-from specdec.coordinator.output import Ending, Walked
-from specdec.coordinator.speculation import Speculation
+from specdec.coordinator.fleet import Choice, Fleet
+from specdec.coordinator.generation import Generation
+from specdec.coordinator.output import Appended, Ending
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import CacheExhausted, ReplicaUnavailable
 from specdec.policy.fixed_policy import FixedPolicy
+from specdec.protocol.events import WaitExpired
 from specdec.protocol.items import NO_TRACE
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.policy import Policy
 from specdec.protocol.proposers import LocalProposer, NgramProposer, PredictionProposer
 from specdec.protocol.report import Delta, Finished, Started
-from specdec.protocol.request import GenerationRequest, SamplingParams
+from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculativePolicy
 from specdec.protocol.session import Session
 from specdec.protocol.shape import path_count_max
 from specdec.protocol.suffix_store import STORED_TOKEN_BYTES, SuffixProposer, SuffixStore
@@ -67,14 +68,16 @@ class Order:
     proposers: tuple[Proposer, ...] = ()
     prediction: tuple[int, ...] = ()
 
-    def policy_of(self, attempt: int, speculation: Speculation) -> Policy:
+    def policy_of(self, attempt: int, fleet: Fleet) -> Policy:
         """The policy of one generation."""
         if self.policy is Choosing.AUTO:
             sampling = SamplingParams(
                 temperature=0.0 if self.rule is Rule.GREEDY else 1.0,
                 seed=self.seed if self.rule is Rule.COUPLED else None,
             )
-            return speculation.policy(GenerationRequest(token_ids=self.prompt, sampling=sampling), self.rule)
+            own = SpeculativePolicy(rule=self.rule)
+            request = GenerationRequest(token_ids=self.prompt, sampling=sampling, speculative=own)
+            return fleet.choose(request, 1).policy
         return WanderingPolicy(self.seed + 1000 * attempt) if self.policy is Choosing.WANDERING else self.policy
 
     def params(self, attempt: int) -> ResolvedSamplingParams:
@@ -84,31 +87,31 @@ class Order:
 
 
 @dataclass(slots=True)
-class Walker:
-    """Stands for `coordinator.output.OutputWalker`: the text ends after any `output_length` tokens."""
+class Output:
+    """Stands for `coordinator.output.OutputProcessor`: the text ends after any `output_length` tokens."""
 
     output_length: int
     max_tokens: int
     count: int = 0
 
-    def walk(self, token_ids: tuple[int, ...]) -> Walked:
-        """As `OutputWalker.walk`, with a letter for each token."""
+    def append(self, token_ids: tuple[int, ...]) -> Appended:
+        """As `OutputProcessor.append`, with a letter for each token."""
         count = min(len(token_ids), self.output_length - self.count)
         self.count += count
         reason = FinishReason.LENGTH if self.count == self.max_tokens else FinishReason.STOP
-        return Walked(("x",) * count, Ending(reason) if self.count == self.output_length else None)
+        return Appended(("x",) * count, Ending(reason) if self.count == self.output_length else None)
 
 
 @dataclass(slots=True)
 class Timer:
     """A timer of the event loop."""
 
-    function: Callable[[int], None] | None
+    function: Callable[[WaitExpired], None] | None
 
-    def run(self, wait_index: int) -> None:
+    def run(self, expired: WaitExpired) -> None:
         """Its time has come."""
         if self.function is not None:
-            self.function(wait_index)
+            self.function(expired)
 
     def cancel(self) -> None:
         """As `asyncio.TimerHandle.cancel`."""
@@ -122,11 +125,11 @@ class Loop:
     clock: Clock
     wait_ends_s: dict[int, float] = field(default_factory=dict)
 
-    def call_later(self, delay_s: float, function: Callable[..., None], wait_index: int) -> Timer:
+    def call_later(self, delay_s: float, function: Callable[..., None], expired: WaitExpired) -> Timer:
         """As an event loop's; a generation has no other timers than its waits."""
-        self.wait_ends_s[wait_index] = self.clock.now_s + delay_s
+        self.wait_ends_s[expired.wait_index] = self.clock.now_s + delay_s
         timer = Timer(function)
-        self.clock.call_later(delay_s, timer.run, wait_index)
+        self.clock.call_later(delay_s, timer.run, expired)
         return timer
 
     def call_soon(self, function: Callable[..., None], *values: Any) -> None:
@@ -157,12 +160,12 @@ class Coordinator:
     watch: Any  # sees every session from its birth: ledger.Ledger
     numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
     generations: dict[int, Generation] = field(default_factory=dict)
-    speculation: Speculation = field(default_factory=lambda: Speculation(SETTINGS))
+    fleet: Fleet = field(default_factory=lambda: Fleet(SETTINGS, "", lambda: None))
     is_alive: bool = True
     target_cache: CacheSize | None = None
 
     def __post_init__(self) -> None:
-        self.speculation._store = SuffixStore(STORE_BYTES_MAX)
+        self.fleet.store = SuffixStore(STORE_BYTES_MAX)
 
     def _proposers(self, order: Order, committed: list[int]) -> list[LocalProposer]:
         """The coordinator's own proposers of an order."""
@@ -170,7 +173,7 @@ class Coordinator:
         if Proposer.PREDICTION in order.proposers:
             made.append(PredictionProposer(list(order.prediction), len(order.prompt)))
         if Proposer.SUFFIX in order.proposers:
-            store = self.speculation._store  # which ended generations fill, too
+            store = self.fleet.store  # which ended generations fill, too
             store.add("", earlier_text(order))
             while store.work():
                 pass
@@ -183,26 +186,34 @@ class Coordinator:
         """Admits a request, with the tokens it resumes after. Raises SpecdecError while there is no target."""
         self.target.usable()
         number = next(self.numbers)
-        walker = Walker(order.output_length, order.max_tokens)
-        resumed = walker.walk(tuple(output))
+        text = Output(order.output_length, order.max_tokens)
+        resumed = text.append(tuple(output))
         params = order.params(attempt)
         committed = [*order.prompt, *output]
         length_max = len(order.prompt) + order.max_tokens
-        policy = order.policy_of(attempt, self.speculation)
-        session = Session(number, params, length_max, VOCABULARY_SIZE, policy, committed)
-        session.path_max = path_count_max(self.target_cache, length_max, policy.draft_length_cap)
-        session.proposers = self._proposers(order, committed)
-        session.asks_heads = Proposer.HEADS in order.proposers
+        policy = order.policy_of(attempt, self.fleet)
+        session = Session(
+            number,
+            params,
+            length_max,
+            VOCABULARY_SIZE,
+            policy,
+            committed,
+            proposers=self._proposers(order, committed),
+            path_max=path_count_max(self.target_cache, length_max, policy.draft_length_cap),
+            asks_heads=Proposer.HEADS in order.proposers,
+        )
+        choice = Choice(self.target, self.draft, params.rule, "", policy, frozenset(order.proposers))
         started = Started("", params.seed, params.rule, len(order.prompt), order.max_tokens)
         request = RequestStatistics(CoordinatorMetrics(), NO_TRACE, "")
         loop = Loop(self.clock)
         asyncio._set_running_loop(loop)
         try:
-            generation = Generation(session, walker, started, self.target, self.draft, self.speculation, request)
+            generation = Generation(session, text, started, choice, self.fleet, request)
         finally:
             asyncio._set_running_loop(None)
         self.generations[number] = generation
-        self.watch.statistics.append(generation.statistics)
+        self.watch.statistics.append(request.statistics)
         self.watch.on_session(self, session, order, loop.wait_ends_s)
         generation.begin(resumed.ending)
         return generation

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from specdec.errors import SpecdecError
-from specdec.protocol.items import Close
+from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
+from specdec.protocol.items import Close, Nodes
+from specdec.protocol.types import Rule
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.replica import Process
 
@@ -128,7 +129,7 @@ class Stream:
 
 @dataclass(slots=True, eq=False)
 class SimulatedReplica:
-    """A replica as a coordinator sees it: coordinator/replicas.py and specdec/rpc/link.py on virtual time.
+    """A replica as a coordinator sees it: coordinator/peers.py and specdec/rpc/link.py on virtual time.
 
     `on_carry(stream, item, is_request)` is called for every item that leaves, `on_arrive` for every one that arrives.
     """
@@ -143,12 +144,16 @@ class SimulatedReplica:
     stream: Stream | None = None
     blocked_until_s: float = 0.0
     listeners: dict[int, Any] = field(default_factory=dict)
-    description: None = None  # read for traces only
 
-    @property
-    def link(self) -> SimpleNamespace:
-        """A link's measured network time, as a generation reads it."""
-        return SimpleNamespace(stamps=SimpleNamespace(network_s=2 * self.latency_s))
+    def measure_step(self, nodes: Nodes, rule: Rule, byte_count: int) -> None:
+        """As `Draft.measure_step`, for the policy of the coordinator."""
+        self.measure_network()
+        self.coordinator.fleet.draft.measure_step(nodes, rule, byte_count)
+
+    def measure_network(self) -> None:
+        """As `Draft.measure_network`, by the latency of this link."""
+        for times in self.coordinator.fleet.draft.times.values():
+            times.on_network(2 * self.latency_s)
 
     @property
     def is_up(self) -> bool:
@@ -173,22 +178,26 @@ class SimulatedReplica:
             return
         self.stream = Stream(self, process, life, Pipe(self.latency_s), Pipe(self.latency_s))
         process.streams.append(self.stream)
+        if process.traits.is_draft:
+            self._tell_all(DraftFound())
+
+    def _tell_all(self, event: Event) -> None:
         for listener in list(self.listeners.values()):
-            listener.on_up(self)
+            listener.take(event)
 
     def on_lost(self, stream: Stream, reason: str) -> None:
         """A connection is over; another is made."""
         if self.stream is stream:
             self.stream = None
             self.clock.call_later(RECONNECT_S, self.connect)
-            for listener in list(self.listeners.values()):
-                listener.on_down(self)
+            self._tell_all(DraftLost() if self.process.traits.is_draft else TargetLost())
 
     def on_answer(self, stream: Stream, answer: Any) -> None:
         """Hands an answer to its generation, under the eyes of the ledger."""
         listener = self.listeners.get(answer.session)
         if listener is not None:
-            self.coordinator.watch.deliver(stream, answer, lambda: listener.on_item(self, answer, 0))
+            event = FromDraft(answer) if self.process.traits.is_draft else FromTarget(answer)
+            self.coordinator.watch.deliver(stream, answer, lambda: listener.take(event))
 
     def crash(self) -> None:
         """The coordinator is gone: its connection too, which the process notices."""
@@ -200,11 +209,11 @@ class SimulatedReplica:
             stream.process.later(self.latency_s, stream.close_there)
 
     def attach(self, session: int, listener: Any) -> None:
-        """As `Replica.attach`."""
+        """As `Peer.attach`."""
         self.listeners[session] = listener
 
     def detach(self, session: int) -> None:
-        """As `Replica.detach`."""
+        """As `Peer.detach`."""
         self.listeners.pop(session, None)
 
     def send(self, item: Any) -> int:
@@ -214,7 +223,7 @@ class SimulatedReplica:
         return 0
 
     def usable(self) -> None:
-        """As `Replica.usable`."""
+        """As `Peer.usable`."""
         if self.stream is None:
             raise SpecdecError("not connected")
 

@@ -15,6 +15,7 @@ from specdec.protocol.session import DraftState, Session
 from specdec.protocol.types import DraftProbs, point_mass
 from tests.simulation.clock import Violation
 from tests.simulation.model import round_tokens
+from tests.support.session_check import check_session
 
 Path = tuple[int, ...]
 
@@ -72,7 +73,7 @@ class Watched:
 
     def check(self, now_s: float) -> None:
         """After every event: its own invariants, its use of the draft, and its text."""
-        self.session.check()
+        check_session(self.session)
         self._check_draft(now_s)
         self._check_text()
 

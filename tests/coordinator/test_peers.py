@@ -18,12 +18,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from specdec.config import CoordinatorSettings, TlsSettings
-from specdec.coordinator.decode_loop import Generation
-from specdec.coordinator.replicas import DRAFT, NODES_PER_MESSAGE_MAX, TARGET, Replica, ReplicaKind
-from specdec.coordinator.speculation import Speculation
+from specdec.coordinator.fleet import Choice, Fleet
+from specdec.coordinator.generation import Generation
+from specdec.coordinator.peers import NODES_PER_MESSAGE_MAX, Draft, Peer, Target
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.policy.fixed_policy import FixedPolicy
+from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import (
     ITEM_COUNT_MAX,
     NO_TRACE,
@@ -43,7 +44,7 @@ from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.chaos.bomb_list import framed
-from tests.simulation.client import Walker
+from tests.simulation.client import Output
 from tests.support.scripted_draft import FINGERPRINT, ScriptedDraft
 
 VOCABULARY_SIZE = 50_000
@@ -69,6 +70,10 @@ class Recorder:
         self.sent.append(item)
         return 0
 
+    def measure_step(self, *_: Any) -> None: ...
+
+    def measure_network(self) -> None: ...
+
 
 class Listener:
     """Stands for a generation: `news` holds what it is told."""
@@ -77,14 +82,9 @@ class Listener:
         self.names: dict[str, Any] = {}
         self.news: list[str] = []
 
-    def on_item(self, *_: Any) -> None:
-        self.news.append("item")
-
-    def on_up(self, *_: Any) -> None:
-        self.news.append("up")
-
-    def on_down(self, *_: Any) -> None:
-        self.news.append("down")
+    def take(self, event: Event, byte_count: int = 0) -> None:
+        is_loss = isinstance(event, (DraftLost, TargetLost))
+        self.news.append("down" if is_loss else "up" if isinstance(event, DraftFound) else "item")
 
 
 def generation_of(target: Any, draft: Any, context_length: int = 3, wait_s: float = 0.0) -> Generation:
@@ -95,7 +95,14 @@ def generation_of(target: Any, draft: Any, context_length: int = 3, wait_s: floa
     settings = CoordinatorSettings(target="localhost:1", tokenizer="none")
     request = RequestStatistics(CoordinatorMetrics(), NO_TRACE, "")
     started = Started("", 1, Rule.GREEDY, context_length, 100)
-    return Generation(session, Walker(100, 100), started, target, draft, Speculation(settings), request)
+    choice = Choice(target, draft, Rule.GREEDY, "", policy, frozenset())
+    return Generation(session, Output(100, 100), started, choice, Fleet(settings, "", lambda: None), request)
+
+
+def made(kind: type[Peer], address: str) -> Any:
+    """A peer of this kind, whose link does not run yet."""
+    more = (None,) if kind is Draft else ()
+    return kind(address, TlsSettings(), FINGERPRINT, lambda: None, *more)
 
 
 async def until(condition: Any, timeout_s: float = 10.0) -> None:
@@ -106,11 +113,11 @@ async def until(condition: Any, timeout_s: float = 10.0) -> None:
 
 
 @asynccontextmanager
-async def connected(script: ScriptedDraft) -> AsyncIterator[Replica]:
+async def connected(script: ScriptedDraft) -> AsyncIterator[Draft]:
     """A draft in use, over real sockets."""
     server = script.server()
     address = await server.start()
-    replica = Replica(DRAFT, address, TlsSettings(), FINGERPRINT, lambda: None)
+    replica = made(Draft, address)
     running = asyncio.create_task(replica.link.run())
     try:
         await until(lambda: replica.is_up)
@@ -200,9 +207,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", [DRAFT, TARGET], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Draft, Target], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("words", HOSTILE)
-async def test_a_flood_in_one_answer_costs_the_connection(kind: ReplicaKind, words: str) -> None:
+async def test_a_flood_in_one_answer_costs_the_connection(kind: type[Peer], words: str) -> None:
     """Claim: a draft or a target that answers with floods of items, below the size at which fields are counted, full
     and empty, above it, and above the cap of a message, or with malformed bytes, loses its connection each time, and no
     session hears of an item.
@@ -223,7 +230,7 @@ async def test_a_flood_in_one_answer_costs_the_connection(kind: ReplicaKind, wor
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(kind.service, handlers),))
     port = server.add_insecure_port(f"{ADDRESS}:0")
     await server.start()
-    replica = Replica(kind, f"{ADDRESS}:{port}", TlsSettings(), FINGERPRINT, lambda: None)
+    replica = made(kind, f"{ADDRESS}:{port}")
     replica.attach(1, listener)
     with capture_logs() as logs:
         running = asyncio.create_task(replica.link.run())
@@ -252,7 +259,7 @@ async def test_a_hostile_description_is_not_parsed() -> None:
     sound = script.describe
     script.describe = lambda *arguments: hollow(sound(*arguments))  # type: ignore[method-assign]  # of this script only
     server = script.server()
-    replica = Replica(DRAFT, await server.start(), TlsSettings(), FINGERPRINT, lambda: None)
+    replica = made(Draft, await server.start())
     with capture_logs() as logs:
         running = asyncio.create_task(replica.link.run())
         await until(lambda: any("malformed" in line.get("why", "") for line in logs))
@@ -262,7 +269,7 @@ async def test_a_hostile_description_is_not_parsed() -> None:
     assert replica.description is None
 
 
-@pytest.mark.parametrize("kind", [TARGET, DRAFT], ids=["target", "draft"])
+@pytest.mark.parametrize("kind", [Target, Draft], ids=["target", "draft"])
 @pytest.mark.parametrize(
     "own, words",
     [
@@ -271,7 +278,7 @@ async def test_a_hostile_description_is_not_parsed() -> None:
     ],
     ids=["protocol", "tokenizer"],
 )
-async def test_a_replica_that_does_not_fit_is_not_used(kind: ReplicaKind, own: dict[str, Any], words: str) -> None:
+async def test_a_replica_that_does_not_fit_is_not_used(kind: type[Peer], own: dict[str, Any], words: str) -> None:
     """Claim: a target or draft of another protocol version or tokenizer is connected to, and not used: requests are
     refused with the kind of the difference, the log names both sides. Conclusive: the same script is used when it fits,
     over real sockets."""
@@ -280,7 +287,7 @@ async def test_a_replica_that_does_not_fit_is_not_used(kind: ReplicaKind, own: d
     async def used(changed: dict[str, Any]) -> tuple[bool, str, list[str]]:
         """Whether the replica is used, or else why not; and the log's reasons."""
         server = ScriptedDraft(service=service, **changed).server()
-        replica = Replica(kind, await server.start(), TlsSettings(), FINGERPRINT, lambda: None)
+        replica = made(kind, await server.start())
         with capture_logs() as logs:
             running = asyncio.create_task(replica.link.run())
             await until(lambda: replica.is_up or any("not used" in line["event"] for line in logs))
@@ -315,7 +322,7 @@ async def test_users_read_no_inner_address() -> None:
     Source: inner addresses reached users. Conclusive: the target's address is a port nothing listens on, and the log
     line that has it is shown.
     """
-    target = Replica(TARGET, f"{ADDRESS}:1", TlsSettings(), FINGERPRINT, lambda: None)
+    target = made(Target, f"{ADDRESS}:1")
     with capture_logs() as logs:
         running = asyncio.create_task(target.link.run())
         await until(lambda: any(line["event"] == "link not up" for line in logs))
@@ -346,7 +353,7 @@ async def test_users_read_no_text_of_an_exception() -> None:
     generation = generation_of(target, None)
     generation.begin()
     with capture_logs() as logs:
-        generation.on_item(target, Failure(1, 1, 13, SpecdecError.reason, "RuntimeError: a secret"), 0)
+        generation.take(FromTarget(Failure(1, 1, 13, SpecdecError.reason, "RuntimeError: a secret")))
     await generation.next_event()
     with pytest.raises(SpecdecError) as caught:
         await generation.next_event()
@@ -364,7 +371,7 @@ async def test_a_target_that_answers_with_other_rows_is_no_fault_of_the_request(
     target = Recorder()
     generation = generation_of(target, None)
     generation.begin()
-    generation.on_item(target, VerificationResult(1, 1, 0, SamplerOutput(token_ids)), 0)
+    generation.take(FromTarget(VerificationResult(1, 1, 0, SamplerOutput(token_ids))))
     assert isinstance(await generation.next_event(), Started)
     with pytest.raises(ReplicaUnavailable, match=r"malformed answer; send .* resume\.output_token_ids"):
         await generation.next_event()
@@ -381,8 +388,8 @@ async def test_a_target_that_counts_too_far_ends_no_text() -> None:
     generation.begin()
     for round_index in range(2):
         counts = {"preemptions": UINT32_MAX, "cached_prompt_tokens": UINT32_MAX}
-        generation.on_item(target, VerificationResult(1, 1, round_index, SamplerOutput((8,)), **counts), 0)
-    message = statistics_to_message(generation.statistics)
+        generation.take(FromTarget(VerificationResult(1, 1, round_index, SamplerOutput((8,)), **counts)))
+    message = statistics_to_message(generation._request.statistics)
     assert message.rounds == 2 and message.preemptions == message.cached_prompt_tokens == UINT32_MAX
 
 
@@ -397,13 +404,13 @@ async def test_an_ended_generation_is_held_by_no_timer() -> None:
     generation = generation_of(target, draft, wait_s=600.0)
     generation.begin()
     both = DraftNode(1, 0, 9, True), DraftNode(2, 1, 9, True)
-    generation.on_item(draft, Nodes(1, 1, 1, 3, both), 0)
-    generation.on_item(target, VerificationResult(1, 1, 0, SamplerOutput((8,))), 0)  # 8 is not in the tree
+    generation.take(FromDraft(Nodes(1, 1, 1, 3, both)))
+    generation.take(FromTarget(VerificationResult(1, 1, 0, SamplerOutput((8,)))))  # 8 is not in the tree
     assert generation._session.waiting
     first = generation._wait_timer
-    generation.on_item(draft, Nodes(1, 1, 2, 4, both), 0)
+    generation.take(FromDraft(Nodes(1, 1, 2, 4, both)))
     assert not generation._session.waiting and first.cancelled()
-    generation.on_item(target, VerificationResult(1, 1, 1, SamplerOutput((8, 8, 8))), 0)
+    generation.take(FromTarget(VerificationResult(1, 1, 1, SamplerOutput((8, 8, 8)))))
     assert generation._session.waiting and generation._wait_timer is not first
     generation.close()
     await asyncio.sleep(0)  # the turn of the policy, after each round
@@ -439,7 +446,7 @@ async def test_a_verification_leaves_before_the_policy_learns_of_the_last_round(
     order.clear()
     generation._session.policy.on_round = lambda record: order.append("learned")
     for round_index in range(2):
-        generation.on_item(target, VerificationResult(1, 1, round_index, SamplerOutput((8,))), 0)
+        generation.take(FromTarget(VerificationResult(1, 1, round_index, SamplerOutput((8,)))))
         await asyncio.sleep(0.01)
     writer.cancel()
     assert order == ["written", "learned"] * 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.speculation import REJECTION_EVERY, RULE_ROUNDS, Speculation
+from specdec.coordinator.fleet import REJECTION_EVERY, RULE_ROUNDS, Fleet
 from specdec.errors import InvalidRequest
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculationMode, SpeculativePolicy
@@ -13,12 +15,18 @@ from specdec.protocol.types import Proposer, Rule
 from tests.support.records import round_record
 
 SETTINGS = CoordinatorSettings(target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto")
+TURNS = 32 * REJECTION_EVERY
 OPEN = GenerationRequest(token_ids=(1,))
 
 
-def run_rounds(speculation: Speculation, rule: Rule, round_s: float) -> None:
+def fleet_of(**settings: Any) -> Fleet:
+    """A fleet that is not connected."""
+    return Fleet(SETTINGS.model_copy(update=settings), "", lambda: None)
+
+
+def run_rounds(fleet: Fleet, rule: Rule, round_s: float) -> None:
     """A generation under a rule whose rounds all take `round_s` and accept all planned tokens."""
-    policy = speculation.policy(GenerationRequest(token_ids=(1,)), rule)
+    policy = fleet.choose(GenerationRequest(token_ids=(1,), speculative=SpeculativePolicy(rule=rule)), 1).policy
     assert isinstance(policy, AutoPolicy)
     for index in range(round(3 * RULE_ROUNDS)):
         plan = policy.plan(1000)
@@ -48,30 +56,31 @@ def test_settings_of_the_ngram_proposer_are_those_of_the_service(
     compared, `--ngram-window` the part of the prompt that is searched. The prompt ends with 2 3 4, which were followed
     by 5 first, and 3 4, which were followed by 6 later."""
     committed = [2, 3, 4, 5, 9, 3, 4, 6, 7, 2, 3, 4]
-    speculation = Speculation(SETTINGS.model_copy(update=settings))
-    made = speculation.proposers(GenerationRequest(token_ids=tuple(committed)), committed, ())
+    fleet, request = fleet_of(**settings), GenerationRequest(token_ids=tuple(committed))
+    made = fleet.local_proposers(fleet.choose(request, 1), request, committed, ())
     runs = [run for proposer in made for run in proposer.propose(committed)]
     assert (runs[0].token_ids[0] if runs else None) == token_id
 
 
 def test_what_is_named_or_follows_is_not_chosen() -> None:
     """Claim: temperature 0 is GREEDY, a seed COUPLED, a rule named is that rule; each has its reason."""
-    speculation = Speculation(SETTINGS)
+    fleet = fleet_of()
     greedy = GenerationRequest(token_ids=(1,), sampling=SamplingParams(temperature=0))
-    assert speculation.rule(greedy) == (Rule.GREEDY, "temperature 0")
+    assert ruled(fleet, greedy) == (Rule.GREEDY, "temperature 0")
     seeded = GenerationRequest(token_ids=(1,), sampling=SamplingParams(seed=3))
-    assert speculation.rule(seeded) == (Rule.COUPLED, "the request has a seed")
+    assert ruled(fleet, seeded) == (Rule.COUPLED, "the request has a seed")
     named = GenerationRequest(token_ids=(1,), speculative=SpeculativePolicy(rule=Rule.REJECTION))
-    assert speculation.rule(named) == (Rule.REJECTION, "named by the request")
+    assert ruled(fleet, named) == (Rule.REJECTION, "named by the request")
 
 
 def test_a_small_share_runs_rejection_to_measure_it() -> None:
     """Claim: COUPLED until both rules are measured, but for one request in REJECTION_EVERY; a resumed text needs
     neither rule nor seed. Conclusive: all requests of four such periods are counted."""
-    speculation = Speculation(SETTINGS)
+    fleet = fleet_of()
     resumed = GenerationRequest(token_ids=(1,), resumed_token_ids=(2, 3))
-    rules = [speculation.rule(resumed)[0] for _ in range(4 * REJECTION_EVERY)]
-    assert rules.count(Rule.REJECTION) == 4 and rules.count(Rule.COUPLED) == len(rules) - 4
+    rules = [fleet.choose(resumed, turn).rule for turn in range(1, TURNS)]
+    share = rules.count(Rule.REJECTION) / TURNS
+    assert 0.7 < share * REJECTION_EVERY < 1.4 and set(rules) == {Rule.REJECTION, Rule.COUPLED}
     assert rules[0] is Rule.COUPLED
 
 
@@ -89,20 +98,25 @@ def test_a_small_share_runs_rejection_to_measure_it() -> None:
 def test_a_request_that_measures_nothing_runs_no_rejection(speculative: SpeculativePolicy) -> None:
     """Claim: a request with a plan, a limit or proposers of its own is no measurement of a rule, so none runs REJECTION
     to measure it. Conclusive: two periods of such requests, and of others, of which one in each period does."""
-    speculation = Speculation(SETTINGS)
+    fleet = fleet_of()
     own = GenerationRequest(token_ids=(1,), speculative=speculative)
-    rules = [speculation.rule(request)[0] for request in (own, OPEN) * (2 * REJECTION_EVERY)]
-    assert set(rules[::2]) == {Rule.COUPLED} and rules[1::2].count(Rule.REJECTION) == 2
+    rules = [fleet.choose(request, turn).rule for turn in range(1, TURNS) for request in (own, OPEN)]
+    assert set(rules[::2]) == {Rule.COUPLED} and Rule.REJECTION in rules[1::2]
 
 
 def test_the_faster_rule_is_chosen() -> None:
     """Claim: once both are measured, the rule with more tokens/s runs, and the reason gives both measurements."""
     for rejection_s, chosen in ((0.01, Rule.REJECTION), (0.04, Rule.COUPLED)):
-        speculation = Speculation(SETTINGS)
-        run_rounds(speculation, Rule.COUPLED, 0.02)
-        run_rounds(speculation, Rule.REJECTION, rejection_s)
-        rule, reason = speculation.rule(OPEN)
-        assert rule is chosen and "tokens/s measured" in reason, reason
+        fleet = fleet_of()
+        run_rounds(fleet, Rule.COUPLED, 0.02)
+        run_rounds(fleet, Rule.REJECTION, rejection_s)
+        choice = fleet.choose(OPEN, 1)
+        assert choice.rule is chosen and "tokens/s measured" in choice.rule_reason, choice
+
+
+def ruled(fleet: Fleet, request: GenerationRequest) -> tuple[Rule, str]:
+    choice = fleet.choose(request, 1)
+    return choice.rule, choice.rule_reason
 
 
 def fixed(**asked: int) -> GenerationRequest:
@@ -115,18 +129,18 @@ def test_a_request_may_not_ask_for_more_than_the_servers_maximum(field: str) -> 
     64 nodes of one client override load control). Conclusive: both sides of each limit."""
     limits = {"num_speculative_tokens": 4, "draft_window": 6, "draft_nodes_per_step": 2}
     maxima = {f"{name}_max": value for name, value in limits.items()}
-    speculation = Speculation(SETTINGS.model_copy(update={**maxima, "num_speculative_tokens": 2}))
-    plan = speculation.policy(fixed(**{field: limits[field]}), Rule.COUPLED).plan(1000)
+    fleet = fleet_of(**maxima, num_speculative_tokens=2)
+    plan = fleet.choose(fixed(**{field: limits[field]}), 1).policy.plan(1000)
     assert (plan.draft_length_max, plan.window, plan.nodes_per_step)[list(limits).index(field)] == limits[field]
     with pytest.raises(
         InvalidRequest, match=f"speculative.{field} is {limits[field] + 1}; .* maximum, {limits[field]}"
     ):
-        speculation.policy(fixed(**{field: limits[field] + 1}), Rule.COUPLED)
+        fleet.choose(fixed(**{field: limits[field] + 1}), 1)
 
 
 def test_the_window_by_default_obeys_the_maximum() -> None:
     """Claim: a request without a window gets one more than its draft tokens, or the server's maximum if that is less.
     Conclusive: both cases."""
-    speculation = Speculation(SETTINGS.model_copy(update={"num_speculative_tokens_max": 6, "draft_window_max": 6}))
-    windows = [speculation.policy(fixed(num_speculative_tokens=n), Rule.COUPLED).plan(1000).window for n in (4, 6)]
+    fleet = fleet_of(num_speculative_tokens_max=6, draft_window_max=6)
+    windows = [fleet.choose(fixed(num_speculative_tokens=n), 1).policy.plan(1000).window for n in (4, 6)]
     assert windows == [5, 6]

@@ -1,0 +1,277 @@
+"""One generation from start to end: an event of a peer in, the session's step, items and output out.
+
+`take` is the loop: the rule concludes a result, the output takes its tokens, the session steps, what it returns is
+sent, and observers are told. Everything here runs on the event loop and never blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specdec.coordinator.fleet import Choice, Fleet
+from specdec.coordinator.output import Appended, Ending, OutputProcessor
+from specdec.coordinator.recording import Recorder
+from specdec.coordinator.statistics import RequestStatistics
+from specdec.errors import CacheExhausted, InvalidRequest, NumericsError, ReplicaUnavailable, SpecdecError
+from specdec.protocol import events
+from specdec.protocol.items import (
+    NO_TRACE,
+    Close,
+    DraftItem,
+    Extend,
+    Failure,
+    Nodes,
+    TargetItem,
+    VerificationResult,
+    within,
+)
+from specdec.protocol.records import RoundRecord, RoundTimes
+from specdec.protocol.rejection import conclude, logprobs_of
+from specdec.protocol.report import Delta, Event, Finished, Started
+from specdec.protocol.session import Session
+from specdec.protocol.types import Proposer, Rule, TokenKind
+from specdec.rpc.status import error_from_failure
+from specdec.telemetry.logs import get_logger
+
+UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
+
+
+class Conclusion(NamedTuple):
+    """A result's verdict as an event, and the output of its tokens."""
+
+    event: events.Concluded
+    tokens: tuple[int, ...]
+    appended: Appended
+
+
+class Generation:
+    """One generation. `next_event()` has one caller; `close()` may be called at any time."""
+
+    def __init__(
+        self,
+        session: Session,
+        output: OutputProcessor,
+        started: Started,
+        choice: Choice,
+        fleet: Fleet,
+        request: RequestStatistics,
+    ) -> None:
+        self._session = session
+        self._own_start = len(session.committed)  # before it are the client's words: prompt and resumed tokens
+        self._output = output
+        self._choice = choice
+        self._fleet = fleet
+        self._request = request
+        self._loop = asyncio.get_running_loop()
+        self._verdict_s = time.monotonic()
+        self._sent_s = self._wait_began_s = 0.0  # of the verification in flight, for the first time; 0: neither
+        self._waited_s = 0.0  # for draft tokens, since the last verdict
+        self._wait_timer: asyncio.TimerHandle | None = None
+        self.names = {"trace_id": request.context.trace_id.hex(), "session": session.number}  # in logs
+        self._undelivered: deque[Event | SpecdecError] = deque([started])
+        self._reader: asyncio.Future[None] | None = None
+
+    def begin(self, ending: Ending | None = None) -> None:
+        """Opens the session on the peers and requests the first token; or ends it if the resumed tokens reached the
+        end (`ending`). The target must be up: call it in the turn of the event loop in which `Peer.usable` returned."""
+        if ending is not None:
+            self._step(events.End())
+            self._finish(ending)
+            return
+        target, draft = self._choice.peers
+        target.attach(self._session.number, self)
+        self._step(events.TargetFound())
+        if draft is not None:
+            draft.attach(self._session.number, self)
+            if draft.is_up:
+                self._step(events.DraftFound(is_late=False))
+
+    def record(self, recorder: Recorder, deltas: Sequence[Delta]) -> None:
+        """Records the text: prompt and resumed tokens, and these deltas."""
+        if deltas:
+            session = self._session
+            before = session.committed[: session.params.prompt_length + deltas[0].first_output_index]
+            recorder.add(before, session.params.temperature, deltas)
+
+    def close(self) -> None:
+        """Stops all work for this generation; idempotent."""
+        self._step(events.End())
+        self._stop_timer()
+        for peer in self._choice.peers:
+            if peer is not None:
+                peer.detach(self._session.number)
+        self._request.left()
+
+    async def next_event(self) -> Event:
+        """Returns started, then deltas, then finished, each once. Raises the error that ended the generation."""
+        while not self._undelivered:
+            self._reader = self._loop.create_future()
+            await self._reader
+        event = self._undelivered.popleft()
+        if isinstance(event, SpecdecError):
+            raise event
+        return event
+
+    def take(self, event: events.Event, byte_count: int = 0) -> None:
+        """Takes what a peer tells of the session; after the end nothing. An answer has its share of a message."""
+        session = self._session
+        if session.finished:
+            return
+        self._count_received(event, byte_count)
+        conclusion = None
+        try:
+            if isinstance(event, events.TargetLost):
+                raise ReplicaUnavailable(f"{event.reason}; {self._how_to_resume()}")
+            if isinstance(event, events.FromTarget) and isinstance(event.item, Failure):
+                self._check_failure(event.item)
+                return
+            if isinstance(event, events.FromTarget) and isinstance(event.item, VerificationResult):
+                if not session.expects(event.item):
+                    return
+                conclusion = self._conclude(event.item)
+        except SpecdecError as error:
+            self._fail(error)
+            return
+        record = self._step(event if conclusion is None else conclusion.event)
+        if conclusion is None or record is None:
+            return
+        self._emit(self._delta(conclusion, record))
+        if conclusion.appended.ending is not None:
+            self._finish(conclusion.appended.ending)
+        else:
+            self._loop.call_soon(self._learn, record)  # after the task of the link has written the next verification
+
+    def _count_received(self, event: events.Event, byte_count: int) -> None:
+        draft = self._choice.draft
+        if isinstance(event, events.FromDraft) and draft is not None:
+            self._request.statistics.draft_link_bytes += byte_count
+            if isinstance(event.item, Nodes):
+                draft.measure_step(event.item, self._choice.rule, byte_count)
+        else:
+            self._request.statistics.target_link_bytes += byte_count
+
+    def _conclude(self, answer: VerificationResult) -> Conclusion:
+        """Applies the rule to a result and appends its tokens to the output. Raises SpecdecError."""
+        flying, now_s = self._session.in_flight, time.monotonic()
+        assert flying is not None
+        try:
+            verdict = conclude(self._session.params, flying, answer.output)
+        except InvalidRequest as error:  # the target's fault, not the request's
+            get_logger().error("malformed verification result", **self.names, error=str(error))
+            raise ReplicaUnavailable(f"the target sent a malformed answer; {self._how_to_resume()}") from None
+        tokens = (*map(flying.draft_token_ids.__getitem__, verdict.accepted), verdict.next_token_id)
+        appended = self._output.append(tokens)
+        times = RoundTimes(self._verdict_s, time.monotonic(), self._waited_s, now_s - self._sent_s)
+        self._verdict_s, self._waited_s, self._sent_s = times.end_s, 0.0, 0.0
+        ends = appended.ending is not None
+        return Conclusion(events.Concluded(verdict, answer, appended.kept_count, ends, times), tokens, appended)
+
+    def _delta(self, conclusion: Conclusion, record: RoundRecord) -> Delta:
+        (verdict, answer, kept, *_), tokens, appended = conclusion
+        kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
+        logprobs = logprobs_of(answer.output, verdict)[:kept]
+        proposers = (*record.tokens.accepted_proposers, Proposer.NONE)[:kept]
+        texts = appended.texts
+        parts = "".join(texts), tuple(map(len, texts)), logprobs, proposers
+        return Delta(self._output.count - kept, tokens[:kept], kinds, *parts)
+
+    def _learn(self, record: RoundRecord) -> None:
+        """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""
+        self._session.policy.on_round(record)
+        if self._choice.draft is not None and not record.is_speculating:
+            self._choice.draft.measure_network()
+
+    def _step(self, event: events.Event) -> RoundRecord | None:
+        """Steps the session, does what it is ready with, and tells the observers; returns the round that ended."""
+        session, statistics, (target, draft) = self._session, self._request.statistics, self._choice.peers
+        ready = session.step(event)
+        now_s = time.monotonic()
+        if ready.to_target and ready.to_target[-1] is session.in_flight:
+            self._on_sent(now_s)
+        self._request.on_step(session, event, ready, now_s)
+        if draft is not None:
+            statistics.draft_link_bytes += sum(draft.send(self._in_context(item)) for item in ready.to_draft)
+        statistics.target_link_bytes += sum(target.send(self._in_context(item)) for item in ready.to_target)
+        if ready.wait is not None:
+            self._wait_began_s = now_s
+            expired = events.WaitExpired(ready.wait.wait_index)
+            self._wait_timer = self._loop.call_later(ready.wait.wait_s, self._step, expired)
+        return ready.record
+
+    def _on_sent(self, now_s: float) -> None:
+        """A verification is sent: a wait is over, and its round trip begins, unless it is sent again."""
+        if self._wait_began_s:
+            self._waited_s += now_s - self._wait_began_s
+            self._wait_began_s = 0.0
+            self._stop_timer()
+        self._sent_s = self._sent_s or now_s
+
+    def _in_context(self, item: TargetItem | DraftItem) -> TargetItem | DraftItem:
+        context = self._request.context_of(item)
+        return item if context is NO_TRACE or isinstance(item, (Extend, Close)) else within(item, context)
+
+    def _stop_timer(self) -> None:
+        """The wait is over: its timer must not hold this generation any longer; idempotent."""
+        if self._wait_timer is not None:
+            self._wait_timer.cancel()
+
+    def _emit(self, event: Event | SpecdecError) -> None:
+        last = self._undelivered[-1] if len(self._undelivered) >= UNDELIVERED_DELTA_COUNT_MAX else None
+        if isinstance(last, Delta) and isinstance(event, Delta):
+            self._undelivered[-1] = last.merged(event)
+        else:
+            self._undelivered.append(event)
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    def _finish(self, ending: Ending) -> None:
+        session = self._session
+        statistics = self._request.statistics
+        statistics.conclude(session.policy.prediction)
+        how = ending.reason, ending.stop_string, ending.stop_token_id
+        usage = session.params.prompt_length, self._output.count
+        finished = Finished(*how, *usage, statistics, self._request.context.trace_id.hex())
+        self._request.finished(finished)
+        self._fleet.remember(session, self._own_start, self._loop.call_soon)
+        self._emit(finished)
+        if session.malformed_node_count:
+            get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)
+
+    def give_up(self) -> None:
+        """Ends the generation because the service stops; nothing if its text has ended."""
+        if not self._session.finished:
+            self._fail(ReplicaUnavailable(f"the coordinator stops; {self._how_to_resume()}"))
+
+    def on_defect(self) -> None:
+        """Taking an event failed: this generation ends, the others continue."""
+        cause = "the coordinator failed at this generation, and its log contains the cause"
+        self._fail(SpecdecError(f"{cause}; {self._how_to_resume()}"))
+
+    def _check_failure(self, failure: Failure) -> None:
+        """Raises what a failure of the target's current session is to the client."""
+        if failure.incarnation != self._session.target_incarnation:
+            return
+        error = error_from_failure(failure)
+        if type(error) is SpecdecError:  # the text of an exception is for the log
+            get_logger().error("the target failed", **self.names, error=str(error))
+            error = SpecdecError("the target failed at this generation, and its log contains the cause")
+        if isinstance(error, CacheExhausted) and self._output.count:
+            error = CacheExhausted(f"{error}; {self._how_to_resume()}", error.retry_after_s)
+        elif isinstance(error, (ReplicaUnavailable, NumericsError)) or type(error) is SpecdecError:
+            error = type(error)(f"{error}; {self._how_to_resume()}")
+        raise error
+
+    def _fail(self, error: SpecdecError) -> None:
+        self._request.failed(error)
+        self._step(events.End())
+        self._emit(error)
+
+    def _how_to_resume(self) -> str:
+        params = self._session.params
+        seed = f" and seed {params.seed}" if params.rule is Rule.COUPLED else ""
+        return f"send the request again with resume.output_token_ids, the {self._output.count} received so far{seed}"

@@ -1,0 +1,309 @@
+"""The peers of a coordinator: a target and a draft, each with its link, its description and what was measured of it.
+
+A peer is used once its description is compatible (protocol version, tokenizer); until then, and while the link is down,
+`description` is None and `absent_reason` holds the cause for users; addresses and other details are in the log. A peer
+that announces its stop gets no new generations; those it serves continue. Generations attach by session number and are
+told the events of their session. One whose verification stays unanswered for too long is told that its target is lost
+(`Deadlines`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+from specdec.config import TlsSettings
+from specdec.coordinator.deadlines import TICK_S, Deadlines
+from specdec.errors import InvalidRequest, Mismatch, ReplicaUnavailable, SpecdecError
+from specdec.policy.catalogue import DraftTimes
+from specdec.policy.draft_limit import Load
+from specdec.policy.steps import Steps
+from specdec.policy.table import Table
+from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
+from specdec.protocol.items import NO_TRACE, Nodes, Verification, VerificationResult, is_farewell
+from specdec.protocol.types import PROTOCOL_VERSION, Description, Rule
+from specdec.rpc.client import open_channel
+from specdec.rpc.convert import description_from_message
+from specdec.rpc.convert_items import item_from_message, item_to_bytes
+from specdec.rpc.limits import STREAM_RESPONSE_BYTES_MAX
+from specdec.rpc.link import CLOSED, Link
+from specdec.telemetry.logs import get_logger
+from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import types_pb2 as types_pb
+
+DESCRIBE_TIMEOUT_S = 5.0
+DESCRIBE_RETRY_S = 0.5
+NODES_PER_MESSAGE_MAX = 1 << 12  # twice what fits a message of several items, MESSAGE_BYTES_SOFT
+
+
+class Listener(Protocol):
+    """Who is told the events of one session: a generation. Called on the event loop; an exception ends that
+    generation, not the link and the others."""
+
+    names: dict[str, object]
+
+    def take(self, event: Event, byte_count: int = 0) -> None:
+        """Takes an event of the session; an answer with its share of the message's bytes."""
+
+    def on_defect(self) -> None:
+        """The other call failed."""
+
+
+def check_node_count(count: int) -> None:
+    """Raises InvalidRequest for a message with too many nodes, before any is read."""
+    if count > NODES_PER_MESSAGE_MAX:
+        raise InvalidRequest("nodes", count, f"at most {NODES_PER_MESSAGE_MAX} in one message")
+
+
+class Peer:
+    """One replica and its link, which connects by itself. `fingerprint`: of the tokenizer that it must have; `tables`:
+    what plans brought with it, by rule, cap and kinds of proposers."""
+
+    name: ClassVar[str]
+    service: ClassVar[str]
+    stream_method: ClassVar[str]
+    request: ClassVar[type]
+    response: ClassVar[type]
+
+    def __init__(self, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None]) -> None:
+        self.address = address
+        self.description: Description | None = None
+        self.absent_reason = f"the {self.name} was not reached yet"
+        self.is_stopping = False
+        self.loss_count = 0  # connections that were lost
+        self.tables: dict[tuple[Rule, int, bool, bool], Table] = {}
+        self._fingerprint = fingerprint
+        self._changed = changed
+        self._listeners: dict[int, Listener] = {}
+        self._tasks: tuple[asyncio.Task[None], ...] = ()  # of this connection
+        self.link = Link(
+            f"the {self.name} at {address}",
+            lambda: open_channel(address, tls, STREAM_RESPONSE_BYTES_MAX, is_patient=True),
+            f"/{self.service}/{self.stream_method}",
+            self.request,
+            self.response,
+            self._on_up,
+            self._on_items,
+            self._on_down,
+        )
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the peer is usable for new generations."""
+        return self.description is not None and not self.is_stopping
+
+    @property
+    def network_s(self) -> float | None:
+        """The network round trip of the last exchange; None before the first."""
+        return self.link.stamps.network_s
+
+    def usable(self) -> Description:
+        """Returns the description. Raises ReplicaUnavailable with the reason if the peer is not usable."""
+        if self.description is None or self.is_stopping:
+            raise ReplicaUnavailable(f"no {self.name}: {self.absent_reason}")
+        return self.description
+
+    def attach(self, session: int, listener: Listener) -> None:
+        """Tells the events of `session` to `listener` from now on."""
+        self._listeners[session] = listener
+
+    def detach(self, session: int) -> None:
+        """Drops the events of `session` from now on; idempotent."""
+        self._listeners.pop(session, None)
+
+    def send(self, item: Any) -> int:
+        """Queues an item; returns its bytes, 0 while the link is down: attached sessions are told of that."""
+        if not self.link.is_up:
+            return 0
+        data = item_to_bytes(self.request, item)
+        self.link.send(data, getattr(item, "trace", NO_TRACE).detailed)
+        return len(data)
+
+    def _on_up(self) -> None:
+        self._tasks = (asyncio.create_task(self._describe()),)
+
+    async def _describe(self) -> None:
+        """Requests the description until the peer answers; a compatible peer is used from then on."""
+        while self.description is None:
+            try:
+                self.description = self._checked(await self._ask())
+            except SpecdecError as error:
+                is_other = isinstance(error, Mismatch)
+                why = "has another tokenizer or protocol version" if is_other else "is not ready yet"
+                if isinstance(error, InvalidRequest):
+                    why = "sent a malformed description"
+                self.absent_reason = f"the {self.name} {why}"
+                get_logger().error(f"{self.name} not used", peer=self.address, why=str(error))
+                if is_other:  # another process at the address opens another link
+                    return
+                await asyncio.sleep(DESCRIBE_RETRY_S)
+        self._on_found(self.description)
+        self._changed()
+
+    def _on_found(self, description: Description) -> None:
+        """The peer is connected: what it measured at its start counts until more is measured."""
+        raise NotImplementedError
+
+    async def _ask(self) -> Description:
+        method, request = f"/{self.service}/Describe", types_pb.DescribeRequest()
+        response = await self.link.ask(method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
+        return description_from_message(response)
+
+    def _tell_all(self, event: Event) -> None:
+        for listener in list(self._listeners.values()):
+            self._tell(listener, event)
+
+    def _tell(self, listener: Listener, event: Event, byte_count: int = 0) -> None:
+        try:
+            listener.take(event, byte_count)
+        except Exception:
+            listener.on_defect()
+            get_logger().exception("a generation failed", peer=self.address, **listener.names)
+
+    def _checked(self, description: Description) -> Description:
+        """Returns the description. Raises Mismatch, naming both sides, if it is incompatible."""
+        if description.protocol_version != PROTOCOL_VERSION:
+            raise Mismatch(
+                f"the {self.name} at {self.address} speaks protocol version {description.protocol_version}, "
+                f"this coordinator {PROTOCOL_VERSION}"
+            )
+        if description.tokenizer_fingerprint != self._fingerprint:
+            raise Mismatch(
+                f"the tokenizer of the {self.name} at {self.address} ({description.model_name}, fingerprint "
+                f"{description.tokenizer_fingerprint[:12]}) is not the coordinator's ({self._fingerprint[:12]}): "
+                "draft, target and coordinator must share one"
+            )
+        return description
+
+    def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
+        share = byte_count // len(messages)
+        for message in messages:
+            item = item_from_message(message)
+            listener = self._listeners.get(item.session)
+            if listener is not None:
+                self._tell(listener, self._event_of(item), share)
+            elif is_farewell(item):
+                self._on_stopping()
+
+    def _event_of(self, item: Any) -> Event:
+        """Returns what an answer is to its session."""
+        raise NotImplementedError
+
+    def _on_stopping(self) -> None:
+        """The peer accepts no more sessions; those it has continue until it ends the link."""
+        self.is_stopping, self.absent_reason = True, f"the {self.name} stops and takes no more sessions"
+        self._changed()
+        get_logger().warning(f"{self.name} stops", peer=self.address)
+
+    def _on_down(self, reason: str) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.description, self.is_stopping = None, False
+        self.absent_reason = f"the connection to the {self.name} was lost"
+        self.loss_count += reason != CLOSED
+        self._changed()
+
+
+class Target(Peer):
+    """A target. `steps`: its step times by rows, of each rule; `load`: those of sessions with a FIXED plan."""
+
+    name, service, stream_method = "target", "specdec.v1.TargetService", "Verify"
+    request, response = target_pb.VerifyRequest, target_pb.VerifyResponse
+
+    def __init__(self, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None]) -> None:
+        super().__init__(address, tls, fingerprint, changed)
+        self.steps = {rule: Steps() for rule in Rule}
+        self.load = Load()
+        self._deadlines = Deadlines()
+
+    def detach(self, session: int) -> None:
+        super().detach(session)
+        self._deadlines.forget(session)
+
+    def send(self, item: Any) -> int:
+        if isinstance(item, Verification) and self.link.is_up:
+            self._deadlines.sent(item)
+        return super().send(item)
+
+    def _on_up(self) -> None:
+        super()._on_up()
+        self._deadlines = Deadlines()
+        self._tasks = (*self._tasks, asyncio.create_task(self._watch()))
+
+    def _on_found(self, description: Description) -> None:
+        if description.step_times:
+            row_count, step_s = description.step_times[-1]
+            self._deadlines.token_s = step_s / row_count
+        for steps in self.steps.values():
+            steps.prime(description.step_times, description.head_times)
+        self.load.steps.prime(description.step_times)
+
+    async def _watch(self) -> None:
+        """Tells the generations whose verifications are overdue that the target is lost to them."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for session, reason in self._deadlines.tick().items():
+                self._deadlines.forget(session)
+                if (listener := self._listeners.get(session)) is not None:
+                    self._tell(listener, TargetLost(reason))
+                get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
+
+    def _event_of(self, item: Any) -> Event:
+        if isinstance(item, VerificationResult):
+            self._deadlines.answered(item)
+        return FromTarget(item)
+
+    def _on_down(self, reason: str) -> None:
+        super()._on_down(reason)
+        self._tell_all(TargetLost("the target was lost"))
+
+
+class Draft(Peer):
+    """A draft. `times`: of its steps and its link, by rule."""
+
+    name, service, stream_method = "draft", "specdec.v1.DraftService", "Draft"
+    request, response = draft_pb.DraftRequest, draft_pb.DraftResponse
+
+    def __init__(
+        self, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None], link_mbit: float | None
+    ) -> None:
+        super().__init__(address, tls, fingerprint, changed)
+        bytes_per_s = math.inf if link_mbit is None else link_mbit * 1e6 / 8
+        self.times = {rule: DraftTimes(bytes_per_s) for rule in Rule}
+
+    def _on_found(self, description: Description) -> None:
+        for times in self.times.values():
+            times.prime(description.step_times)
+        for table in self.tables.values():
+            table.forget_draft()
+        self._tell_all(DraftFound())
+
+    def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
+        check_node_count(sum(len(message.nodes.nodes) for message in messages))
+        super()._on_items(messages, byte_count)
+
+    def _event_of(self, item: Any) -> Event:
+        return FromDraft(item)
+
+    def _on_down(self, reason: str) -> None:
+        super()._on_down(reason)
+        self._tell_all(DraftLost())
+
+    def measure_step(self, nodes: Nodes, rule: Rule, byte_count: int) -> None:
+        """Records a step's nodes for one session, if the draft timed it, and the bytes that brought them."""
+        if nodes.step_us:
+            evaluated_count = sum(node.proposal for node in nodes.nodes)
+            if evaluated_count:
+                self.times[rule].on_bytes(byte_count / evaluated_count)
+            self.times[rule].on_step(nodes.step_rows, nodes.step_us / 1e6)
+            self.measure_network()
+
+    def measure_network(self) -> None:
+        """Records the network round trip of the last exchange; pings measure it while nothing is drafted."""
+        network_s = self.network_s
+        if network_s is not None and math.isfinite(network_s):
+            for times in self.times.values():
+                times.on_network(network_s)
