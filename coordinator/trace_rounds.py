@@ -10,7 +10,6 @@ that sends it.
 from __future__ import annotations
 
 import functools
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -294,9 +293,8 @@ class DraftMessages:
         self._offered: list[tuple[DraftMessage, list[tuple[int, ...]]]] = []  # and the paths of its tokens
         self._offered_s, self._base_length = 0.0, 0
 
-    def arrived(self, session: Session, nodes: Nodes, stamps: Stamps, root_id: bytes) -> SpanEvent:
-        """Returns the event of a message in detail that has just arrived."""
-        arrived_s = time.monotonic()
+    def arrived(self, session: Session, nodes: Nodes, stamps: Stamps, root_id: bytes, arrived_s: float) -> SpanEvent:
+        """Returns the event of a message in detail."""
         found = [session.tree.named.get((nodes.epoch, node.node_id)) for node in nodes.nodes]
         usable = tuple(node for node in found if node is not None and node.alive)
         self._recent.append(DraftMessage(draft_span_id(root_id, nodes), arrived_s, usable))

@@ -147,9 +147,9 @@ class RequestTrace(RequestStatistics):
             self._round_began_s = now_s
             self._begin_group("prefill", 0)
         elif isinstance(event, FromDraft) and isinstance(event.item, Nodes):
-            self._on_nodes(session, event.item)
+            self._on_nodes(session, event.item, now_s)
         if ready.note is not None:
-            self.note(ready.note)
+            self._note(ready.note, now_s)
         if ready.record is not None:
             self._on_round(session, ready.record)
         if ready.to_target and ready.to_target[-1] is session.in_flight:
@@ -170,13 +170,13 @@ class RequestTrace(RequestStatistics):
 
     def _on_sent(self, session: Session, now_s: float) -> None:
         if self._sent_s is not None:
-            self.note(Note("sent again"))
+            self._note(Note("sent again"), now_s)
             return
         self._sent_s = now_s
         if self._round_id:
             self._drafting.offer(session, now_s)
 
-    def _on_nodes(self, session: Session, nodes: Nodes) -> None:
+    def _on_nodes(self, session: Session, nodes: Nodes, now_s: float) -> None:
         """The draft sent nodes, and the session has added the usable ones to its tree."""
         group = self._group
         if group is None:
@@ -186,7 +186,8 @@ class RequestTrace(RequestStatistics):
         if nodes.is_detailed and nodes.nodes and group.arrival_count < ARRIVAL_COUNT_MAX:
             group.arrival_count += 1
             group.detailed_drafting_us += nodes.step_us
-            group.note(self._drafting.arrived(session, nodes, self._stamps(is_draft=True), self.context.span_id))
+            stamps = self._stamps(is_draft=True)
+            group.note(self._drafting.arrived(session, nodes, stamps, self.context.span_id, now_s))
 
     def _stamps(self, is_draft: bool = False) -> Stamps:
         """What the link to the target or the draft has measured."""
@@ -200,7 +201,7 @@ class RequestTrace(RequestStatistics):
         group = self._group
         assert group is not None
         if record.step.preemptions:
-            self.note(Note("preempted by the target", {"times": record.step.preemptions}))
+            self._note(Note("preempted by the target", {"times": record.step.preemptions}), record.times.end_s)
         group.add(record)
         if self._round_id:
             assert self._sent_s is not None
@@ -215,7 +216,7 @@ class RequestTrace(RequestStatistics):
             self._was_speculating = session.policy.is_speculating
             why, from_round = session.policy.prediction.reason, record.round_index + 1
             said: dict[str, str | int] = {"speculating": self._was_speculating, "why": why, "round": from_round}
-            self.note(Note(POLICY_SWITCHED, said))
+            self._note(Note(POLICY_SWITCHED, said), record.times.end_s)
         self._sent_s, self._round_began_s = None, record.times.end_s
         if session.finished:
             self._round_id = b""
@@ -250,10 +251,10 @@ class RequestTrace(RequestStatistics):
         more = {"attributes": group.attributes(), "events": group, "error": self._error}
         self._record(group.full_name(), group.span_id, self.context.span_id, group.start_s, end_s, **more)
 
-    def note(self, note: Note) -> None:
+    def _note(self, note: Note, now_s: float) -> None:
         """Records an event outside the rounds."""
         said = {f"specdec.{key}": value for key, value in note.attributes.items()}
-        add, now_s = self._notes.append if self._group is None else self._group.note, time.monotonic()
+        add = self._notes.append if self._group is None else self._group.note
         add(SpanEvent(note.name, now_s, said))
         self._note_counts[note.name] += 1
         if note.name == DRAFT_LOST:
