@@ -39,11 +39,6 @@ class Choice:
     policy: Policy
     proposers: frozenset[Proposer]
 
-    @property
-    def peers(self) -> tuple[Target, Draft | None]:
-        """The target and the draft."""
-        return self.target, self.draft
-
 
 class Fleet:
     """The target and the draft of a coordinator, under its settings. `store`: texts that were generated before;

@@ -63,7 +63,7 @@ class Generation:
         self._session = session
         self._own_start = len(session.committed)  # before it are the client's words: prompt and resumed tokens
         self._output = output
-        self._choice = choice
+        self._target, self._draft = choice.target, choice.draft
         self._fleet = fleet
         self._request = request
         self._loop = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ class Generation:
             self._step(events.End())
             self._finish(ending)
             return
-        target, draft = self._choice.peers
+        target, draft = self._target, self._draft
         target.attach(self._session.number, self)
         self._step(events.TargetFound())
         if draft is not None:
@@ -101,7 +101,7 @@ class Generation:
         """Stops all work for this generation; idempotent."""
         self._step(events.End())
         self._stop_timer()
-        for peer in self._choice.peers:
+        for peer in (self._target, self._draft):
             if peer is not None:
                 peer.detach(self._session.number)
         self._request.left()
@@ -146,11 +146,11 @@ class Generation:
             self._loop.call_soon(self._learn, record)  # after the task of the link has written the next verification
 
     def _count_received(self, event: events.Event, byte_count: int) -> None:
-        draft = self._choice.draft
+        draft = self._draft
         if isinstance(event, events.FromDraft) and draft is not None:
             self._request.statistics.draft_link_bytes += byte_count
             if isinstance(event.item, Nodes):
-                draft.measure_step(event.item, self._choice.rule, byte_count)
+                draft.measure_step(event.item, self._session.params.rule, byte_count)
         else:
             self._request.statistics.target_link_bytes += byte_count
 
@@ -182,20 +182,22 @@ class Generation:
     def _learn(self, record: RoundRecord) -> None:
         """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""
         self._session.policy.on_round(record)
-        if self._choice.draft is not None and not record.is_speculating:
-            self._choice.draft.measure_network()
+        if self._draft is not None and not record.is_speculating:
+            self._draft.measure_network()
 
     def _step(self, event: events.Event) -> RoundRecord | None:
         """Steps the session, does what it is ready with, and tells the observers; returns the round that ended."""
-        session, statistics, (target, draft) = self._session, self._request.statistics, self._choice.peers
+        session, statistics, target, draft = self._session, self._request.statistics, self._target, self._draft
         ready = session.step(event)
         now_s = time.monotonic()
         if ready.to_target and ready.to_target[-1] is session.in_flight:
             self._on_sent(now_s)
         self._request.on_step(session, event, ready, now_s)
         if draft is not None:
-            statistics.draft_link_bytes += sum(draft.send(self._in_context(item)) for item in ready.to_draft)
-        statistics.target_link_bytes += sum(target.send(self._in_context(item)) for item in ready.to_target)
+            for item in ready.to_draft:
+                statistics.draft_link_bytes += draft.send(self._in_context(item))
+        for asked in ready.to_target:
+            statistics.target_link_bytes += target.send(self._in_context(asked))
         if ready.wait is not None:
             self._wait_began_s = now_s
             expired = events.WaitExpired(ready.wait.wait_index)

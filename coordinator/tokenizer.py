@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from functools import lru_cache
 from itertools import islice
 
 import tokenizers
@@ -18,6 +19,7 @@ from specdec.protocol.fingerprint import check_tokens, tokenizer_fingerprint
 
 CONTEXT_TOKENS = 4  # the most that one character of UTF-8 has, a byte each
 CONTEXT_TOKENS_MAX = 8  # then the first ones are dropped; each further token decodes all of them
+PIECE_COUNT_KEPT = 1 << 15  # of tokens' strings, which texts ask for again and again
 EARLIER = "x"  # stands for the tokens before a context
 REPLACEMENT_CHARACTER = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -27,6 +29,7 @@ BYTES_PER_TOKEN_MAX = 64  # a prompt of more bytes than this per position is ref
 class Tokenizer:
     """The tokenizer of a model folder or hub id. Safe to use from several threads.
 
+    `piece(token_id)`: a token's string as the decoder reads it, empty for special tokens and ids without a token.
     `joins_bytes`: tokens are pieces of UTF-8; `has_byte_tokens`: some stand for one byte, such as <0xE6>.
     """
 
@@ -47,6 +50,7 @@ class Tokenizer:
         # The three bytes of a character, in the letters of byte-level tokenizers and as byte tokens.
         self.joins_bytes = self.text([EARLIER, "æ", "Ĺ", "¥"]).endswith("日")
         self.has_byte_tokens = self.text([EARLIER, "<0xE6>", "<0x97>", "<0xA5>"]).endswith("日")
+        self.piece = lru_cache(PIECE_COUNT_KEPT)(self._piece)
 
     def encode(self, text: str, positions_max: int, field: str = "prompt.text") -> tuple[int, ...]:
         """Returns the token ids of a prompt, with the file's special tokens, or of another field, without. Raises
@@ -62,8 +66,7 @@ class Tokenizer:
         """Returns a decoder for the text that continues `prompt`."""
         return TextStream(self, prompt)
 
-    def piece(self, token_id: int) -> str:
-        """Returns a token's string as the decoder reads it; empty for special tokens and ids without a token."""
+    def _piece(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=True)
 
     def text(self, pieces: list[str]) -> str:

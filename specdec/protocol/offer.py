@@ -60,6 +60,8 @@ class Offer(NamedTuple):
     def sources(self, accepted: Sequence[int]) -> tuple[tuple[Proposer, ...], tuple[Proposer, ...], int, int]:
         """Returns, of a round that accepted these tokens, the proposers of all tokens and of the accepted ones, the
         number of the first accepted ones that a proposer of the coordinator guessed too, and that of paths."""
+        if not self.token_ids:
+            return (), (), 0, 0
         proposers, local_count = self.proposers, 0
         for index in accepted:
             if all(proposer is Proposer.DRAFT for proposer, _ in self.guesses[index]):

@@ -199,41 +199,45 @@ class Statistics:
 
     def on_round(self, record: RoundRecord) -> None:
         """Counts one round."""
+        tokens, tree, times, step = record.tokens, record.tree, record.times, record.step
+        server_share_s = record.server_share_s
         self.rounds += 1
-        self.output_tokens += record.tokens.kept_count
-        self.step_sessions += record.step.sessions
-        self.active_sessions += record.step.active_sessions
+        self.output_tokens += tokens.kept_count
+        self.step_sessions += step.sessions
+        self.active_sessions += step.active_sessions
         # What the target says, in fields of 32 bits: its sums end there.
-        self.cached_prompt_tokens = min(UINT32_MAX, self.cached_prompt_tokens + record.step.cached_prompt_tokens)
-        self.preemptions = min(UINT32_MAX, self.preemptions + record.step.preemptions)
-        self.draft_wait_s += summable_s(record.times.wait_s)
-        self.target_queue_s += summable_s(record.server_wait_s)
-        self.target_forward_s += summable_s(record.step.forward_s)
-        self.target_sampling_s += summable_s(record.step.sampling_s)
-        self.target_link_s += summable_s(record.times.round_trip_s - record.server_share_s)
+        self.cached_prompt_tokens = min(UINT32_MAX, self.cached_prompt_tokens + step.cached_prompt_tokens)
+        self.preemptions = min(UINT32_MAX, self.preemptions + step.preemptions)
+        self.draft_wait_s += summable_s(times.wait_s)
+        self.target_queue_s += summable_s(max(0.0, server_share_s - step.step_s))
+        self.target_forward_s += summable_s(step.forward_s)
+        self.target_sampling_s += summable_s(step.sampling_s)
+        self.target_link_s += summable_s(times.round_trip_s - server_share_s)
         if self.rounds == 1:
-            self.began_s = record.times.start_s
-            self.time_to_first_token_s = record.times.round_s
-        self.total_s = record.times.end_s - self.began_s
+            self.began_s = times.start_s
+            self.time_to_first_token_s = times.round_s
+        self.total_s = times.end_s - self.began_s
         self.num_rounds_off += not record.is_speculating
-        if record.tree.was_looked_up and record.tokens.next_kind is TokenKind.RECOVERED:
-            self.num_recovered_lookups += 1
-            self.num_recovered_hits += record.is_hit
-        elif record.tree.was_looked_up:
-            self.num_bonus_lookups += 1
-            self.num_bonus_hits += record.is_hit
         if self.follows_branch_hit:
-            self.num_branch_tokens_accepted += record.tokens.accepted_count
-        self.follows_branch_hit = record.is_branch_hit
-        if record.tokens.offered_count:
+            self.num_branch_tokens_accepted += tokens.accepted_count
+        self.follows_branch_hit = False
+        if tree.was_looked_up:
+            self.follows_branch_hit = record.is_branch_hit
+            if tokens.next_kind is TokenKind.RECOVERED:
+                self.num_recovered_lookups += 1
+                self.num_recovered_hits += record.is_hit
+            else:
+                self.num_bonus_lookups += 1
+                self.num_bonus_hits += record.is_hit
+        if tokens.offered_count:
             self.num_spec_steps += 1
-            self.num_paths += record.tokens.path_count
+            self.num_paths += tokens.path_count
             self._count_proposers(record)
-            self.num_draft_tokens += record.tokens.offered_count
-            self.num_accepted_draft_tokens += record.tokens.accepted_count
-            missing = record.tokens.accepted_count + 1 - len(self.acceptance_histogram)
+            self.num_draft_tokens += tokens.offered_count
+            self.num_accepted_draft_tokens += tokens.accepted_count
+            missing = tokens.accepted_count + 1 - len(self.acceptance_histogram)
             self.acceptance_histogram.extend([0] * missing)
-            self.acceptance_histogram[record.tokens.accepted_count] += 1
+            self.acceptance_histogram[tokens.accepted_count] += 1
 
     def _count_proposers(self, record: RoundRecord) -> None:
         for index, proposers in enumerate((record.tokens.proposers, record.tokens.accepted_proposers)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.events import (
@@ -38,7 +37,6 @@ from specdec.protocol.items import (
     MissingTokens,
     Nodes,
     Open,
-    TargetItem,
     Verification,
     VerificationResult,
     catch_up,
@@ -143,12 +141,12 @@ class Session:
         back, begins now."""
         if self.phase not in (Phase.NEW, Phase.SEEKING):
             return NOTHING_READY
-        opened = self._open_on_target()
+        opened = Ready(to_target=self._open_on_target())
         if self.in_flight is not None:
             return self._send_verification(opened)
-        return self._verify_now(opened) if self.phase is Phase.NEW else self._verify_when_ready(opened=opened)
+        return self._verify_now(opened) if self.phase is Phase.NEW else self._verify_when_ready(opened)
 
-    def _open_on_target(self) -> tuple[TargetItem, ...]:
+    def _open_on_target(self) -> tuple[Open]:
         self.target_incarnation += 1
         self._target_known_length = 0
         return (self._open(self.target_incarnation, self.cache_salt),)
@@ -165,13 +163,13 @@ class Session:
             return NOTHING_READY
         if flying is None or missing.incarnation != flying.incarnation:
             return NOTHING_READY
-        opened: tuple[TargetItem, ...] = ()
+        opened: tuple[Open, ...] = ()
         if missing.unknown:
             opened = self._open_on_target()
         else:
             self._target_known_length = min(missing.known_length, len(self.committed) - 1)
-        name = "target re-opened" if missing.unknown else "target behind"
-        return self._send_verification(opened, Note(name, {"known_length": missing.known_length}))
+        note = Note("target re-opened" if missing.unknown else "target behind", {"known_length": missing.known_length})
+        return self._send_verification(Ready(to_target=opened, note=note))
 
     def _on_draft_item(self, event: FromDraft) -> Ready:
         """An answer of the draft; of another incarnation it changes nothing."""
@@ -214,7 +212,8 @@ class Session:
         """Ends drafting for this session by this draft, which cannot draft for it, and closes the session there."""
         self._draft(DraftEvent.REFUSED)
         close = (Close(self.number, self.draft_incarnation),)
-        return self._verify_when_ready(to_draft=close, note=note) if self.waiting else Ready(close, note=note)
+        ready = Ready(close, note=note)
+        return self._verify_when_ready(ready) if self.waiting else ready
 
     def _is_sound(self, node: DraftNode) -> bool:
         if not 0 <= node.token_id < self.vocabulary_size:
@@ -244,12 +243,12 @@ class Session:
         self.asks_heads = self.asks_heads and not (flying.wants_heads and heads is None)
         counts = len(offer.token_ids), verdict.accepted_count, event.kept_count, verdict.next_kind
         tokens_of_round = RoundTokens(*counts, *offer.sources(accepted), had_heads)
-        tree = TreeUse(was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path))
+        tree = TreeUse(was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path) if path else 0)
         round_parts = flying.round_index, plan, tokens_of_round, tree, event.times, TargetStep.of(answer)
         record = RoundRecord(*round_parts, is_speculating, self.draft_state is DraftState.PAUSED)
         if event.ends:
             return self._on_end(record=record)
-        return self._verify_when_ready(to_draft=self._commit_to_draft(), record=record)
+        return self._verify_when_ready(Ready(self._commit_to_draft(), record=record))
 
     def _commit(self, tokens: list[int], flying: Verification) -> bool:
         """Commits the tokens of the round in flight; returns whether the last was in the tree."""
@@ -280,13 +279,14 @@ class Session:
         self._draft_known_length = self._draft_resent_length = self._draft_window = 0
         self.tree.clear()
         items = (self._open(self.draft_incarnation), *self._commit_to_draft())
-        return self._verify_now(to_draft=items, note=note) if self.waiting else Ready(items, note=note)
+        ready = Ready(items, note=note)
+        return self._verify_now(ready) if self.waiting else ready
 
     def _on_draft_lost(self, _event: DraftLost) -> Ready:
         """The draft's nodes stay usable, and the session waits for no more."""
         self._draft(DraftEvent.DOWN)
-        note = Note("draft lost")
-        return self._verify_when_ready(note=note) if self.waiting else Ready(note=note)
+        ready = Ready(note=Note("draft lost"))
+        return self._verify_when_ready(ready) if self.waiting else ready
 
     def _on_draft_missing(self, missing: MissingTokens) -> Ready:
         """The draft holds fewer tokens than assumed: sends the rest, or opens the session there again; once a commit,
@@ -312,7 +312,7 @@ class Session:
         if not self.waiting or event.wait_index != self.wait_index:
             return NOTHING_READY
         self._draft(DraftEvent.WAIT_EXPIRED)
-        return self._verify_now(note=Note("wait expired"))
+        return self._verify_now(Ready(note=Note("wait expired")))
 
     def _on_end(self, _event: End | None = None, record: RoundRecord | None = None) -> Ready:
         self._move(PhaseEvent.ENDED)
@@ -325,8 +325,9 @@ class Session:
         size = self.vocabulary_size
         return Open(self.number, incarnation, self.params, self.length_max, size, cache_salt=cache_salt)
 
-    def _verify_when_ready(self, opened: tuple[TargetItem, ...] = (), **more: Any) -> Ready:
-        """Verifies at once, or waits if the plan waits and a READY draft still owes tokens. `more`: of `Ready`."""
+    def _verify_when_ready(self, so_far: Ready = NOTHING_READY) -> Ready:
+        """Verifies at once, or waits if the plan waits and a READY draft still owes tokens. `so_far`: what is to be
+        done beside it."""
         plan = self.plan
         if plan.wait_length:
             in_hand = len(self.tree.proposal_path(plan.draft_length_max))
@@ -334,13 +335,13 @@ class Session:
                 self._draft(DraftEvent.KEPT_UP)
             if self.draft_state is DraftState.READY and in_hand < plan.wait_length:
                 if self.waiting:
-                    return Ready(to_target=opened, **more)
+                    return so_far
                 self._move(PhaseEvent.HELD)
                 self.wait_index += 1
-                return Ready(to_target=opened, wait=Wait(self.wait_index, plan.wait_s), **more)
-        return self._verify_now(opened, **more)
+                return so_far._replace(wait=Wait(self.wait_index, plan.wait_s))
+        return self._verify_now(so_far)
 
-    def _verify_now(self, opened: tuple[TargetItem, ...] = (), **more: Any) -> Ready:
+    def _verify_now(self, so_far: Ready = NOTHING_READY) -> Ready:
         plan = self.plan
         self.offer = NOTHING
         if plan.draft_length_max:
@@ -348,30 +349,20 @@ class Session:
             most = plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings
             limits = Limits(*most, *self._reach)
             self.offer = make_offer(self.tree.root, runs, self.params.rule, limits, self.calibration)
-        return self._send_verification(opened, **more)
+        return self._send_verification(so_far)
 
-    def _send_verification(
-        self,
-        opened: tuple[TargetItem, ...] = (),
-        note: Note | None = None,
-        to_draft: tuple[DraftItem, ...] = (),
-        record: RoundRecord | None = None,
-    ) -> Ready:
-        base_position, offer = len(self.committed), self.offer
-        extends, suffix = catch_up(self.number, self.target_incarnation, self.committed, self._target_known_length)
+    def _send_verification(self, so_far: Ready) -> Ready:
+        """Sends the round, again if it is in flight: with the same draft tokens."""
+        number, incarnation, offer = self.number, self.target_incarnation, self.offer
+        extends, suffix = catch_up(number, incarnation, self.committed, self._target_known_length)
         self._move(PhaseEvent.SENT)
+        name = (number, incarnation, self.round_index, len(self.committed))
+        wants_heads = self.asks_heads and self._wants_heads
         self.in_flight = Verification(
-            self.number,
-            self.target_incarnation,
-            self.round_index,
-            base_position,
-            suffix,
-            offer.token_ids,
-            offer.draft_probs,
-            parents=offer.parents,
-            wants_heads=self.asks_heads and self._wants_heads,
+            *name, suffix, offer.token_ids, offer.draft_probs, NO_TRACE, offer.parents, wants_heads
         )
-        return Ready(to_draft, (*opened, *extends, self.in_flight), None, record, note)
+        to_target = (*so_far.to_target, *extends, self.in_flight)
+        return Ready(so_far.to_draft, to_target, None, so_far.record, so_far.note)
 
     def _commit_to_draft(self) -> tuple[DraftItem, ...]:
         plan = self.plan

@@ -96,11 +96,11 @@ def short_as(**changed: Callable[[Session], int]) -> Callable[[Callable], Callab
 def asks_anew(real: Callable) -> Callable:
     """A verification that is sent again offers the draft tokens of that moment."""
 
-    def mutant(self: Session, opened: Any = (), **more: Any) -> Any:
+    def mutant(self: Session, so_far: Ready) -> Any:
         if self.in_flight is None:
-            return real(self, opened, **more)
+            return real(self, so_far)
         self.in_flight = None
-        return self._verify_now(opened, **more)
+        return self._verify_now(so_far)
 
     return mutant
 
@@ -108,11 +108,11 @@ def asks_anew(real: Callable) -> Callable:
 def offers_more(real: Callable) -> Callable:
     """One token more than planned."""
 
-    def mutant(self: Session, *arguments: Any, **more: Any) -> Any:
+    def mutant(self: Session, *so_far: Ready) -> Any:
         plan = self.plan
         self.plan = replace(plan, draft_length_max=plan.draft_length_max + 1)
         try:
-            return real(self, *arguments, **more)
+            return real(self, *so_far)
         finally:
             self.plan = plan
 
@@ -303,9 +303,9 @@ def last_drawn_first(real: Callable) -> Callable:
 def without_parents(real: Callable) -> Callable:
     """The shape of the tree is lost."""
 
-    def mutant(self: Session, *arguments: Any, **more: Any) -> Any:
+    def mutant(self: Session, *so_far: Ready) -> Any:
         self.offer = self.offer._replace(parents=())
-        return real(self, *arguments, **more)
+        return real(self, *so_far)
 
     return mutant
 
@@ -427,11 +427,11 @@ def older_heads_kept(real: Callable) -> Callable:
     """A round without proposals of heads offers those of the round before."""
     kept: dict[int, list] = {}
 
-    def mutant(self: Session, *arguments: Any, **more: Any) -> Any:
+    def mutant(self: Session, *so_far: Ready) -> Any:
         if self._head_runs or not self.round_index:
             kept[self.number] = self._head_runs
         self._head_runs = kept[self.number]
-        return real(self, *arguments, **more)
+        return real(self, *so_far)
 
     return mutant
 
@@ -681,7 +681,7 @@ TIMES = (
         "nodes do not end a wait",
         Session,
         "_verify_when_ready",
-        lambda real: lambda self, **more: NOTHING_READY if self.waiting else real(self, **more),
+        lambda real: lambda self, *so_far: NOTHING_READY if self.waiting else real(self, *so_far),
     ),
     Bug(
         "a draft switched on again does not receive the text",
