@@ -298,7 +298,7 @@ class Draft(Peer):
             evaluated_count = sum(node.proposal for node in nodes.nodes)
             if evaluated_count:
                 self.times[rule].on_bytes(byte_count / evaluated_count)
-            self.times[rule].on_step(nodes.step_rows, nodes.step_us / 1e6)
+            self.times[rule].on_step(nodes.step_rows, nodes.step_us / 1e6, nodes.active_sessions)
             self.measure_network()
 
     def measure_network(self) -> None:

@@ -322,6 +322,7 @@ class Drafter:
                 row_count if step_us else 0,
                 is_detailed=is_traced,
                 worked_us=min(UINT32_MAX, round(session.worked_s * 1e6)) if is_summed else 0,
+                active_sessions=sum(one.window > 0 for one in self._sessions) if step_us else 0,
             )
             self._unsent.pop(session, None)
             session.worked_s = session.held_step_count = 0

@@ -57,6 +57,7 @@ class DraftTimes:
         self._link_bytes_per_s = link_bytes_per_s
         self._steps = StepCurve()
         self._node_bytes = 0.0
+        self._sessions = 0.0  # that the draft drafts for, by what it says; 0: unknown
         self._late_s = LATE_GUESS_S  # waits of chains beyond `trip_s`
         self._fading, self._is_late_measured = Fading(), False  # the latter since the last fading
         self.network_s = 0.0
@@ -66,9 +67,14 @@ class DraftTimes:
         self._steps.prime(step_times)
         self._late_s = LATE_GUESS_S
 
-    def on_step(self, nodes: int, seconds: float) -> None:
-        """Records one step; `nodes`: of all sessions."""
+    def on_step(self, nodes: int, seconds: float, sessions: int = 0) -> None:
+        """Records one step; `nodes`: of all `sessions` of the draft, 0 if unknown."""
         self._steps.add(max(1, nodes), seconds)
+        self._sessions += (WEIGHT if self._sessions else 1.0) * (sessions - self._sessions)
+
+    def nodes(self, plan: Plan, sessions: float) -> float:
+        """Returns the nodes of a step if all sessions of the draft had the plan; without its word, these `sessions`."""
+        return plan.nodes_per_step * max(1.0, self._sessions or sessions)
 
     def on_bytes(self, node_bytes: float) -> None:
         """Records the bytes of one evaluated node on the link."""
@@ -104,7 +110,7 @@ class DraftTimes:
 
     def trip_s(self, plan: Plan, sessions: float) -> float:
         """Seconds from a commit to the draft tokens that a plan waits for, or to the first."""
-        return self.network_s + max(1, plan.wait_length) * self.step_s(plan.nodes_per_step * sessions)
+        return self.network_s + max(1, plan.wait_length) * self.step_s(self.nodes(plan, sessions))
 
 
 def catalogue(
@@ -141,7 +147,7 @@ def prior_of(
             min(plan.wait_length * (1 + plan.siblings), plan.draft_length_max) if plan.siblings else plan.wait_length
         )
         return offered, gain * expected_accepted(acceptance, plan.wait_length), usual_wait_s
-    draft_s = draft.step_s(plan.nodes_per_step * sessions)
+    draft_s = draft.step_s(draft.nodes(plan, sessions))
     if plan.wait_length:
         share, delay_s, wait_s = gain * WAITED_SHARE, WAITED_DELAY_STEPS * draft_s, OUTSIDE_SHARE * usual_wait_s
     else:

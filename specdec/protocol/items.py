@@ -286,7 +286,7 @@ class Nodes(NamedTuple):
 
     `malformed_count`: nodes dropped while reading: the first malformed one and all after it. `is_detailed`: the draft
     recorded a span of the step. `worked_us`: of all steps for the session since the item before, 0 unless the draft
-    records spans of the request.
+    records spans of the request. `active_sessions`: that the draft drafts for, with `step_us`.
     """
 
     session: int
@@ -299,6 +299,7 @@ class Nodes(NamedTuple):
     malformed_count: int = 0
     is_detailed: bool = False
     worked_us: int = 0
+    active_sessions: int = 0
 
 
 def within(item: Open | Verification | Commit, trace: Trace) -> Open | Verification | Commit:

@@ -299,7 +299,8 @@ MEASUREMENTS = (
         items.UINT32_MAX,
         "reported or compared; no memory depends on it",
         """DescribeResponse.protocol_version NumericsProfile.tensor_parallel_size CacheSize.block_count,block_size
-        StepTime.rows,step_us ErrorItem.code,retry_after_ms NodesItem.step_us,step_rows,worked_us Delta.text_lengths[]
+        StepTime.rows,step_us ErrorItem.code,retry_after_ms NodesItem.step_us,step_rows,worked_us
+        NodesItem.active_sessions Delta.text_lengths[]
         VerificationResultItem.queue_us,forward_us,sampling_us,step_rows,step_sessions,active_sessions
         VerificationResultItem.step_count,preemptions Statistics.rounds,num_spec_steps,num_draft_tokens
         Statistics.num_accepted_draft_tokens,acceptance_histogram[],draft_waits_expired,num_evaluated_nodes

@@ -210,6 +210,7 @@ def _write_nodes(item: items.Nodes) -> Fields:
         "step_rows": item.step_rows,
         "detailed": item.is_detailed,
         "worked_us": item.worked_us,
+        "active_sessions": item.active_sessions,
     }
 
 
@@ -242,6 +243,7 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
         len(message.nodes) - len(nodes),
         message.detailed,
         message.worked_us,
+        message.active_sessions,
     )
 
 

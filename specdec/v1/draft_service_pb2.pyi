@@ -68,7 +68,7 @@ class DraftResponseItem(_message.Message):
     def __init__(self, nodes: _Optional[_Union[NodesItem, _Mapping]] = ..., missing_tokens: _Optional[_Union[_types_pb2.MissingTokensItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
 
 class NodesItem(_message.Message):
-    __slots__ = ("session", "incarnation", "epoch", "root_length", "nodes", "step_us", "step_rows", "detailed", "worked_us")
+    __slots__ = ("session", "incarnation", "epoch", "root_length", "nodes", "step_us", "step_rows", "detailed", "worked_us", "active_sessions")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class NodesItem(_message.Message):
     STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
     DETAILED_FIELD_NUMBER: _ClassVar[int]
     WORKED_US_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     epoch: int
@@ -87,7 +88,8 @@ class NodesItem(_message.Message):
     step_rows: int
     detailed: bool
     worked_us: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., root_length: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., step_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., detailed: bool = ..., worked_us: _Optional[int] = ...) -> None: ...
+    active_sessions: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., root_length: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., step_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., detailed: bool = ..., worked_us: _Optional[int] = ..., active_sessions: _Optional[int] = ...) -> None: ...
 
 class TreeNode(_message.Message):
     __slots__ = ("node_id", "parent_back", "token_id", "branch", "draft_probs", "confidence")
