@@ -106,7 +106,7 @@ def rounds_s(trace: RequestStatistics) -> float:
         now_s = time.monotonic()
         answer = VerificationResult(1, 1, index, SamplerOutput((3,)), 10, 100, 10, server_us=150)
         times = RoundTimes(now_s, now_s)
-        step(trace, session, Concluded(Verdict((), 3, TokenKind.BONUS), answer, 1, False, times))
+        step(trace, session, Concluded(Verdict((), 3, TokenKind.BONUS), answer, (3,), False, times))
     return time.process_time() - began_s
 
 
@@ -129,7 +129,7 @@ def counting_us() -> dict[str, float]:
     metrics, replica = CoordinatorMetrics(), ReplicaMetrics()
     request, started = GenerationRequest(token_ids=(1, 2)), Started("", 0, Rule.GREEDY, 2, 3)
     nothing: Any = None  # an argument that only a recorded trace uses
-    ready, concluded = Ready(record=record), Concluded(Verdict((), 3, TokenKind.BONUS), nothing, 1)
+    ready, concluded = Ready(record=record), Concluded(Verdict((), 3, TokenKind.BONUS), nothing, (3,))
     statistics = Statistics()
     running = RequestStatistics(metrics, context, "")
 

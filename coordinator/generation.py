@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from specdec.coordinator.fleet import Choice, Fleet
 from specdec.coordinator.output import Appended, Ending, OutputProcessor
@@ -38,14 +37,6 @@ from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
 UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
-
-
-class Conclusion(NamedTuple):
-    """A result's verdict as an event, and the output of its tokens."""
-
-    event: events.Concluded
-    tokens: tuple[int, ...]
-    appended: Appended
 
 
 class Generation:
@@ -122,7 +113,7 @@ class Generation:
         if session.finished:
             return
         self._count_received(event, byte_count)
-        conclusion = None
+        appended = None
         try:
             if isinstance(event, events.TargetLost):
                 raise ReplicaUnavailable(f"{event.reason}; {self._how_to_resume()}")
@@ -132,16 +123,16 @@ class Generation:
             if isinstance(event, events.FromTarget) and isinstance(event.item, VerificationResult):
                 if not session.expects(event.item):
                     return
-                conclusion = self._conclude(event.item)
+                event, appended = self._conclude(event.item)
         except SpecdecError as error:
             self._fail(error)
             return
-        record = self._step(event if conclusion is None else conclusion.event)
-        if conclusion is None or record is None:
+        record = self._step(event)
+        if appended is None or record is None or not isinstance(event, events.Concluded):
             return
-        self._emit(self._delta(conclusion, record))
-        if conclusion.appended.ending is not None:
-            self._finish(conclusion.appended.ending)
+        self._emit(self._delta(event, record, appended.texts))
+        if appended.ending is not None:
+            self._finish(appended.ending)
         else:
             self._loop.call_soon(self._learn, record)  # after the task of the link has written the next verification
 
@@ -154,9 +145,9 @@ class Generation:
         else:
             self._request.statistics.target_link_bytes += byte_count
 
-    def _conclude(self, answer: VerificationResult) -> Conclusion:
+    def _conclude(self, answer: VerificationResult) -> tuple[events.Concluded, Appended]:
         """Applies the rule to a result and appends its tokens to the output. Raises SpecdecError."""
-        flying, now_s = self._session.in_flight, time.monotonic()
+        flying, answered_s = self._session.in_flight, time.monotonic()
         assert flying is not None
         try:
             verdict = conclude(self._session.params, flying, answer.output)
@@ -165,19 +156,18 @@ class Generation:
             raise ReplicaUnavailable(f"the target sent a malformed answer; {self._how_to_resume()}") from None
         tokens = (*map(flying.draft_token_ids.__getitem__, verdict.accepted), verdict.next_token_id)
         appended = self._output.append(tokens)
-        times = RoundTimes(self._verdict_s, time.monotonic(), self._waited_s, now_s - self._sent_s)
+        times = RoundTimes(self._verdict_s, time.monotonic(), self._waited_s, answered_s - self._sent_s)
         self._verdict_s, self._waited_s, self._sent_s = times.end_s, 0.0, 0.0
-        ends = appended.ending is not None
-        return Conclusion(events.Concluded(verdict, answer, appended.kept_count, ends, times), tokens, appended)
+        kept, ends = tokens[: appended.kept_count], appended.ending is not None
+        return events.Concluded(verdict, answer, kept, ends, times), appended
 
-    def _delta(self, conclusion: Conclusion, record: RoundRecord) -> Delta:
-        (verdict, answer, kept, *_), tokens, appended = conclusion
-        kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
-        logprobs = logprobs_of(answer.output, verdict)[:kept]
-        proposers = (*record.tokens.accepted_proposers, Proposer.NONE)[:kept]
-        texts = appended.texts
-        parts = "".join(texts), tuple(map(len, texts)), logprobs, proposers
-        return Delta(self._output.count - kept, tokens[:kept], kinds, *parts)
+    def _delta(self, event: events.Concluded, record: RoundRecord, texts: tuple[str, ...]) -> Delta:
+        verdict, count = event.verdict, len(event.token_ids)
+        kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:count]
+        logprobs = logprobs_of(event.answer.output, verdict)[:count]
+        proposers = (*record.tokens.accepted_proposers, Proposer.NONE)[:count]
+        text = "".join(texts), tuple(map(len, texts))
+        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers)
 
     def _learn(self, record: RoundRecord) -> None:
         """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""

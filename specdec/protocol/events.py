@@ -26,12 +26,12 @@ class FromTarget(NamedTuple):
 
 
 class Concluded(NamedTuple):
-    """The result that the session expects came, and the rule's verdict on it. `kept_count`: tokens of the round that
-    are committed, all of them unless the text `ends` there. `times`: by the owner's clock."""
+    """The result that the session expects came, and the rule's verdict on it. `token_ids`: those of the round that are
+    committed, all of them unless the text `ends` there. `times`: by the owner's clock."""
 
     verdict: Verdict
     answer: VerificationResult
-    kept_count: int
+    token_ids: tuple[int, ...]
     ends: bool = False
     times: RoundTimes = NO_TIMES
 

@@ -229,9 +229,9 @@ class Session:
         flying, plan, is_speculating = self.in_flight, self.plan, self.is_speculating
         verdict, answer = event.verdict, event.answer
         assert flying is not None, "a verdict needs a verification in flight"
-        tokens = [*(flying.draft_token_ids[index] for index in verdict.accepted), verdict.next_token_id]
-        assert 1 <= event.kept_count <= len(tokens) and (event.ends or event.kept_count == len(tokens))
-        del tokens[event.kept_count :]
+        tokens, kept_count = event.token_ids, len(event.token_ids)
+        assert 1 <= kept_count <= verdict.accepted_count + 1
+        assert event.ends or kept_count == verdict.accepted_count + 1, "only the end of a text drops tokens"
         last, path = self.tree.node(tokens[:-1]), self.tree.proposal_path(NODE_COUNT_MAX)
         was_looked_up = last is not None and bool(last.children)
         was_found = self._commit(tokens, flying)
@@ -241,7 +241,7 @@ class Session:
         heads = answer.output.head_proposals
         self._head_runs = head_runs(heads, self.vocabulary_size)
         self.asks_heads = self.asks_heads and not (flying.wants_heads and heads is None)
-        counts = len(offer.token_ids), verdict.accepted_count, event.kept_count, verdict.next_kind
+        counts = len(offer.token_ids), verdict.accepted_count, kept_count, verdict.next_kind
         tokens_of_round = RoundTokens(*counts, *offer.sources(accepted), had_heads)
         tree = TreeUse(was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path) if path else 0)
         round_parts = flying.round_index, plan, tokens_of_round, tree, event.times, TargetStep.of(answer)
@@ -250,7 +250,7 @@ class Session:
             return self._on_end(record=record)
         return self._verify_when_ready(Ready(self._commit_to_draft(), record=record))
 
-    def _commit(self, tokens: list[int], flying: Verification) -> bool:
+    def _commit(self, tokens: tuple[int, ...], flying: Verification) -> bool:
         """Commits the tokens of the round in flight; returns whether the last was in the tree."""
         self._target_known_length = flying.base_position
         self.in_flight = None

@@ -189,7 +189,8 @@ class World:
         kind = TokenKind.BONUS if accepted == len(drafted) else TokenKind.RECOVERED
         ends = accepted + 1 >= session.positions_left
         verdict = Verdict(tuple(range(accepted)), recovered[accepted], kind)
-        record = self.happen(Concluded(verdict, answer, accepted + 1, ends)).record
+        tokens = (*drafted[:accepted], verdict.next_token_id)
+        record = self.happen(Concluded(verdict, answer, tokens, ends)).record
         assert (record.tokens.offered_count, record.tokens.accepted_count) == (len(drafted), accepted)
 
     def deliver(self) -> None:
@@ -308,13 +309,13 @@ def test_a_ready_draft_is_waited_for_once_and_then_not_until_it_keeps_up():
     session.step(DraftFound())
     session.step(FromDraft(nodes_of(session, 9)))
     assert session.draft_state is DraftState.READY
-    ready = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
+    ready = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), (9,)))
     assert ready.wait is not None and session.waiting
     assert session.step(WaitExpired(session.wait_index - 1)) == Ready(), "a timer of an earlier wait"
     assert session.waiting
     (sent,) = session.step(WaitExpired(session.wait_index)).to_target
     assert isinstance(sent, Verification) and session.draft_state is DraftState.LATE
-    assert session.step(Concluded(Verdict((), 8, TokenKind.BONUS), output_for(begun, 8), 1)).wait is None
+    assert session.step(Concluded(Verdict((), 8, TokenKind.BONUS), output_for(begun, 8), (8,))).wait is None
 
 
 def test_a_wait_does_not_change_the_plan_and_its_limits():
@@ -326,12 +327,12 @@ def test_a_wait_does_not_change_the_plan_and_its_limits():
     begun = begin(session)
     session.step(DraftFound())
     session.step(FromDraft(nodes_of(session, 9)))
-    session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
+    session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), (9,)))
     assert session.waiting
     session.policy.reach_min, session.policy.is_speculating = 1.5, False
     (sent,) = session.step(FromDraft(nodes_of(session, 8, 7, epoch=2))).to_target
     assert sent.draft_token_ids == (8, 7)
-    record = session.step(Concluded(Verdict((), 6, TokenKind.RECOVERED), output_for(sent, 6), 1)).record
+    record = session.step(Concluded(Verdict((), 6, TokenKind.RECOVERED), output_for(sent, 6), (6,))).record
     assert record.is_speculating
     sent = session.step(FromDraft(nodes_of(session, 8, 7, epoch=3))).to_target
     sent = sent or session.step(WaitExpired(session.wait_index)).to_target
@@ -369,7 +370,7 @@ def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
     (closed,) = session.step(FromDraft(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))).to_draft
     assert session.draft_state is DraftState.PAUSED and isinstance(closed, Close)
     assert session.step(FromDraft(MissingTokens(1, session.draft_incarnation, 0, unknown=True))) == Ready()
-    ready = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
+    ready = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), (9,)))
     assert ready.record.is_refused and not ready.to_draft
     session.step(DraftLost())
     assert session.step(DraftFound()).to_draft
@@ -408,7 +409,7 @@ def test_a_draft_that_floods_between_two_commits_is_paused():
     for _ in range(ANSWERS_PER_COMMIT_MAX):
         session.step(FromDraft(stale))
     assert session.has_draft
-    session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
+    session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), (9,)))
     for _ in range(ANSWERS_PER_COMMIT_MAX):
         session.step(FromDraft(stale))
     assert session.has_draft
@@ -427,7 +428,7 @@ def test_a_draft_that_never_has_its_tokens_is_paused():
         nonlocal flying
         for _ in range(count):
             session.step(FromDraft(MissingTokens(1, session.draft_incarnation, 0, unknown=True)))
-            flying = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(flying, 9), 1)).to_target[-1]
+            flying = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(flying, 9), (9,))).to_target[-1]
 
     lack_and_commit(RESEND_COUNT_MAX)
     session.step(FromDraft(Nodes(1, session.draft_incarnation, 9, 1, (DraftNode(1, 0, 7, True),))))
@@ -466,7 +467,7 @@ def test_a_draft_gets_what_it_lacks_once_per_commit():
     unknown = MissingTokens(1, session.draft_incarnation, 0, unknown=True)
     assert [type(item) for item in session.step(FromDraft(unknown)).to_draft] == [Open, Commit]
     assert session.step(FromDraft(MissingTokens(1, session.draft_incarnation, 0, unknown=True))) == Ready()
-    session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1))
+    session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), (9,)))
     (sent,) = session.step(FromDraft(MissingTokens(1, session.draft_incarnation, 2))).to_draft
     assert sent.suffix_token_ids == (PROMPT[2], 9)
 
