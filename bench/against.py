@@ -126,7 +126,7 @@ def cpu_us(side: Side, variant: Variant, prompts: Sequence[str]) -> float:
 
 
 def compared(pythons: Sequence[str], turns: int, stream_turns: int, stream_count: int) -> dict[str, list[list[float]]]:
-    """Returns by figure the values of each environment, turn by turn; one turn before them warms up."""
+    """Returns by measurement the values of each environment, turn by turn; one turn before them warms up."""
     found: dict[str, list[list[float]]] = {}
 
     def take(name: str, turn: int, values: dict[int, float]) -> None:
@@ -162,14 +162,14 @@ def compared(pythons: Sequence[str], turns: int, stream_turns: int, stream_count
 
 
 def ratios_of(found: dict[str, list[list[float]]]) -> dict[str, Ratio]:
-    """Returns by figure this checkout over the other, turn by turn."""
+    """Returns by measurement this checkout over the other, turn by turn."""
     return {
         name: ratio_of([ours / theirs for theirs, ours in zip(*values, strict=True)]) for name, values in found.items()
     }
 
 
 def table_of(found: dict[str, list[list[float]]], ratios: dict[str, Ratio]) -> Table:
-    """A line per figure."""
+    """A line per measurement."""
     table = Table(title="medians over turns")
     for name in ("", "other", "this", "this / other"):
         table.add_column(name, justify="right" if name else "left")

@@ -51,7 +51,7 @@ PLANS: dict[str, dict[str, Any]] = {
     DRAFTED_ROUND: {"policy": pb.POLICY_FIXED, "num_speculative_tokens": 4, "draft_window": 8},
 }
 COMMON: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
-COLLECTOR = "http://127.0.0.1:9"  # nobody listens there: spans are recorded and dropped
+COLLECTOR = "http://127.0.0.1:9"  # nothing listens there: spans are recorded and dropped
 PAUSE_S = 0.2  # between two texts, for what the first leaves behind
 STEADY_ROUND = 16  # the rounds from this one on are counted: by then the draft is ahead and the policy has its times
 PROMPT = {"embedded": "The old lighthouse keeper wrote in his diary", "table": "<1><2>"}

@@ -28,8 +28,8 @@ def test_a_checkout_is_run_by_its_own_environment_or_not_at_all(tmp_path: Path) 
 
 @pytest.mark.more
 def test_this_checkout_against_itself(tmp_path: Path) -> None:
-    """Claim: both sides are measured in every turn, in every figure. Conclusive: a round of models that compute nothing
-    takes up to some milliseconds on both, and as much CPU is used as tokens take, however busy the machine."""
+    """Claim: both sides are measured in every turn, by every measurement. Conclusive: all counts of turns are compared,
+    and every value is a time that a process took, however busy the machine."""
     if not (ROOT / ".venv").is_dir():
         pytest.skip("this checkout has no environment in .venv")
     sizes = ["--turns", "2", "--stream-turns", "1", "--streams", "3", "--out", str(tmp_path)]
