@@ -3,8 +3,8 @@
 The three services run in this process, and the interpreter tells of every call. Of two ways, from a request's arrival
 to its first delta, and of one verification round, it counts the product's functions, their files, and how often a
 reader who follows them changes the file or returns to one left before. Of a running request it counts the mutable
-objects that belong to it alone, and their fields. It knows of the coordinator the service's entry point, the messages,
-and the class names in `SHARED`.
+objects that belong to it alone, and their fields. It knows of the coordinator the service's entry point, its messages,
+and the class `Generation`.
 """
 
 from __future__ import annotations
@@ -12,54 +12,49 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import enum
 import gc
 import json
 import statistics
 import sys
 import tempfile
 import threading
-from collections import Counter, deque
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import grpc
+import torch
 from rich.console import Console
 from rich.table import Table
 
-import specdec
+from specdec.bench.holdings import ROOT, Holding, holdings, is_own_kind, is_product
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.coordinator.service import run as run_coordinator
 from specdec.draft_service.service import run as run_draft
-from specdec.engine.table_model import write_table_model
+from specdec.engine.interface import RaggedBatch, StepOutput
+from specdec.engine.table_model import TableModel, write_table_model
 from specdec.errors import SpecdecError
-from specdec.folders import EMBEDDED_MODELS
 from specdec.target_service.service import run as run_target
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
 
-ROOT = Path(specdec.__file__).resolve().parents[1]
-PRODUCT_FOLDERS = tuple(ROOT / name for name in ("specdec", "coordinator", "target_service", "draft_service"))
 UNNAMED = ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # parts of a function, or an import
-FIRST_DELTA, ROUND, DRAFTED_ROUND = "to the first delta", "one round, auto", "one round, four tokens of the draft"
-PLANS: dict[str, dict[str, Any]] = {
-    ROUND: {"policy": pb.POLICY_AUTO},
-    DRAFTED_ROUND: {"policy": pb.POLICY_FIXED, "num_speculative_tokens": 4, "draft_window": 8},
-}
+FIRST_DELTA, AUTO_ROUND, OFF_ROUND = "to the first delta", "one round, auto", "one round, off"
+PLANS = {AUTO_ROUND: pb.POLICY_AUTO, OFF_ROUND: pb.POLICY_OFF}
 COMMON: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
 COLLECTOR = "http://127.0.0.1:9"  # nothing listens there: spans are recorded and dropped
 PAUSE_S = 0.2  # between two texts, for what the first leaves behind
+WARM_TEXTS = 3  # the first imports, and the policy needs two to speculate
 STEADY_ROUND = 16  # the rounds from this one on are counted: by then the draft is ahead and the policy has its times
-PROMPT = {"embedded": "The old lighthouse keeper wrote in his diary", "table": "<1><2>"}
+PROMPT, VOCABULARY_SIZE, POSITIONS_MAX = "<1><2>", 7, 512
+STEP_S = 0.02  # of the target: the draft's part before each of its results is done, so no race decides what is counted
+DRAFT_ERROR = 0.7  # the standard deviation of the draft's logits from the target's, which vary by 2
 MAX_TOKENS = 480  # of a text, which is left once it had the rounds
-# Objects of the service that a request refers to: tables, peers, metrics, spans. The walk over a request ends at them.
-SHARED = frozenset(
-    "Coordinator CoordinatorMetrics Draft Link Peer Peers Recorder Replica Speculation Target Tokenizer".split()
-) | {"SdkTracing", "Tracing"}
 
 
 class Place(NamedTuple):
@@ -78,13 +73,6 @@ class Size(NamedTuple):
     switches: float
     returns: float
     calls: float
-
-
-@lru_cache(4096)
-def is_product(file: str) -> bool:
-    """Whether a file lies in the product's folders, links followed."""
-    path = Path(file).resolve()
-    return any(path.is_relative_to(folder) for folder in PRODUCT_FOLDERS)
 
 
 class Tracer:
@@ -180,65 +168,6 @@ def size_of(calls: Sequence[tuple[int, Place]]) -> Size:
     return Size(len(functions), len({place.file for place in functions}), switches, returns, len(calls))
 
 
-class Holding(NamedTuple):
-    """A class with mutable objects that belong to one request, and the fields of one of them."""
-
-    name: str
-    fields: int
-
-
-def fields_of(held: object) -> dict[str, Any]:
-    """Returns the fields of an instance, in its dictionary or in slots."""
-    slots = [name for kind in type(held).__mro__ for name in getattr(kind, "__slots__", ())]
-    named = {name: getattr(held, name) for name in slots if name != "__weakref__" and hasattr(held, name)}
-    return {**named, **getattr(held, "__dict__", {})}
-
-
-def is_own_kind(held: object) -> bool:
-    """Whether an object is an instance of a product class, and no constant."""
-    module = sys.modules.get(type(held).__module__)
-    file = getattr(module, "__file__", None)
-    return file is not None and not isinstance(held, enum.Enum | type) and is_product(file)
-
-
-def is_mutable(held: object) -> bool:
-    """Whether an instance of a product class may change: no named tuple, no frozen dataclass."""
-    params = getattr(type(held), "__dataclass_params__", None)
-    return not isinstance(held, tuple) and not (params is not None and params.frozen)
-
-
-def reached(root: object) -> dict[int, object]:
-    """Returns the instances of product classes that an object refers to, itself included, by id. Raises SpecdecError
-    where the walk comes to another object of its class."""
-    found: dict[int, object] = {}
-    seen: set[int] = set()
-    waiting: deque[tuple[str, object]] = deque([("", root)])
-    while waiting:
-        way, held = waiting.popleft()
-        if id(held) in seen or type(held).__name__ in SHARED:
-            continue
-        seen.add(id(held))
-        if isinstance(held, Mapping):
-            waiting += [(way, own) for pair in held.items() for own in pair]
-        elif isinstance(held, list | tuple | set | frozenset | deque):
-            waiting += [(way, own) for own in held]
-        if is_own_kind(held):
-            if type(held) is type(root) and held is not root:
-                raise SpecdecError(f"{way} leads to the objects of another request: name its class in SHARED")
-            found[id(held)] = held
-            waiting += [(f"{type(held).__name__}.{name}", own) for name, own in fields_of(held).items()]
-    return found
-
-
-def holdings(one: object, other: object) -> list[Holding]:
-    """Returns what belongs to the first of two requests alone, those with most fields first. Objects of one class, such
-    as the nodes of a tree, count once."""
-    shared = reached(other)
-    own = [held for key, held in reached(one).items() if key not in shared and is_mutable(held)]
-    widths = {type(held).__name__: len(fields_of(held)) for held in own}
-    return [Holding(*pair) for pair in sorted(widths.items(), key=lambda pair: -pair[1]) if pair[1]]
-
-
 @contextlib.asynccontextmanager
 async def serving(service: Callable[..., Coroutine[Any, Any, None]], settings: object) -> AsyncIterator[str]:
     """A service on this event loop; its address. Raises what the service raises before it is ready."""
@@ -255,19 +184,42 @@ async def serving(service: Callable[..., Coroutine[Any, Any, None]], settings: o
         await asyncio.gather(task, return_exceptions=True)
 
 
+def write_pair(folder: Path) -> tuple[str, str]:
+    """Writes table models of a target and of a draft that is right most of the time; returns their folders."""
+    generator, shape = torch.Generator().manual_seed(1), (VOCABULARY_SIZE + 1, VOCABULARY_SIZE + 1, VOCABULARY_SIZE)
+    target = 2 * torch.randn(shape, generator=generator)
+    draft = target + DRAFT_ERROR * torch.randn(shape, generator=generator)
+    for name, logits in (("target", target), ("draft", draft)):
+        write_table_model(folder / name, VOCABULARY_SIZE, POSITIONS_MAX, logits=logits)
+    return str(folder / "target"), str(folder / "draft")
+
+
+@contextlib.contextmanager
+def slow_target() -> Iterator[None]:
+    """Every forward pass of the table model that computes first inside takes STEP_S."""
+    forward, target = TableModel.forward, list[TableModel]()
+
+    def slow_forward(model: TableModel, batch: RaggedBatch) -> StepOutput:
+        if not target:
+            target.append(model)
+        if model is target[0]:
+            time.sleep(STEP_S)
+        return forward(model, batch)
+
+    with mock.patch.object(TableModel, "forward", slow_forward):
+        yield
+
+
 @contextlib.asynccontextmanager
-async def replicas(folder: Path | None) -> AsyncIterator[dict[str, Any]]:
-    """Target and draft in this process, of the embedded pair or of table models written into `folder`; the settings of
-    a coordinator of theirs."""
-    models = EMBEDDED_MODELS if folder is None else folder
-    if folder is not None:
-        for seed, name in enumerate(("target", "draft")):
-            write_table_model(folder / name, 7, 512, seed)
-    target, draft = str(models / "target"), str(models / "draft")
+async def replicas(folder: Path) -> AsyncIterator[dict[str, Any]]:
+    """Target and draft in this process, whose models are written into `folder`; the settings of a coordinator of
+    theirs."""
+    target, draft = write_pair(folder)
     main = TargetSettings(model=target, threads=1, **COMMON)
     guessing = DraftSettings(model=draft, target_tokenizer=target, threads=1, **COMMON)
-    async with serving(run_target, main) as main_address, serving(run_draft, guessing) as draft_address:
-        yield {"tokenizer": target, "target": main_address, "draft": draft_address, **COMMON}
+    with slow_target():
+        async with serving(run_target, main) as main_address, serving(run_draft, guessing) as draft_address:
+            yield {"tokenizer": target, "target": main_address, "draft": draft_address, **COMMON}
 
 
 @contextlib.asynccontextmanager
@@ -278,11 +230,11 @@ async def coordinator(**values: Any) -> AsyncIterator[pb_grpc.CoordinatorService
             yield pb_grpc.CoordinatorServiceStub(channel)
 
 
-def request_of(kind: str, plan: str = ROUND) -> pb.GenerateRequest:
+def request_of(plan: str) -> pb.GenerateRequest:
     """A request under COUPLED, whose text goes on."""
     sampling = pb.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.7, seed=1)
-    speculative = pb.SpeculativePolicy(rule=types_pb.RULE_COUPLED, **PLANS[plan])
-    return pb.GenerateRequest(text=PROMPT[kind], sampling=sampling, speculative=speculative)
+    speculative = pb.SpeculativePolicy(rule=types_pb.RULE_COUPLED, policy=PLANS[plan])
+    return pb.GenerateRequest(text=PROMPT, sampling=sampling, speculative=speculative)
 
 
 async def read(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest, delta_count: int) -> None:
@@ -296,26 +248,25 @@ async def read(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest
     raise SpecdecError(f"the text had {count} deltas, {delta_count} are needed")
 
 
-async def measured(
-    kind: str, folder: Path | None, request_count: int, round_count: int, tracer: Tracer
-) -> dict[str, Any]:
+async def measured(folder: Path, request_count: int, round_count: int, tracer: Tracer) -> dict[str, Any]:
     """Returns the ways of each request and of its rounds, without a trace, and the holdings of a traced request."""
     delta_count = STEADY_ROUND + round_count + 2
-    ways: dict[str, list[Sequence[tuple[int, Place]]]] = {FIRST_DELTA: [], ROUND: [], DRAFTED_ROUND: []}
+    ways: dict[str, list[Sequence[tuple[int, Place]]]] = {FIRST_DELTA: [], AUTO_ROUND: [], OFF_ROUND: []}
     async with replicas(folder) as settings:
         async with coordinator(**settings) as stub:
             for plan in PLANS:
-                request = request_of(kind, plan)
-                await read(stub, request, delta_count)  # imports, and the first of everything
+                request = request_of(plan)
+                for _ in range(WARM_TEXTS):
+                    await read(stub, request, delta_count)
                 for _ in range(request_count):
                     await asyncio.sleep(PAUSE_S)
                     with tracer.counting():
                         await read(stub, request, delta_count)
-                    if plan == ROUND:
+                    if plan == AUTO_ROUND:
                         ways[FIRST_DELTA].append(tracer.to_first_delta())
                     ways[plan] += tracer.rounds(round_count)
         async with coordinator(**settings, otlp_traces_endpoint=COLLECTOR) as stub:
-            held = await holdings_of_two(stub, request_of(kind))
+            held = await holdings_of_two(stub, request_of(AUTO_ROUND))
     return {"ways": {name: as_json(own) for name, own in ways.items()}, "holdings": [own._asdict() for own in held]}
 
 
@@ -367,7 +318,6 @@ def tables_of(found: Mapping[str, Any]) -> Iterable[Table]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.ways", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pair", choices=tuple(PROMPT), default="table", help="models (%(default)s)")
     parser.add_argument("--requests", type=int, default=5, help="texts whose ways are counted (%(default)s)")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of each text that are counted (%(default)s)")
     parser.add_argument("--json", type=Path, help="also write the counts, and the functions, to this file")
@@ -375,8 +325,7 @@ def main() -> int:
     tracer = Tracer()
     try:
         with tempfile.TemporaryDirectory() as scratch, tracer.installed():
-            folder = Path(scratch) if asked.pair == "table" else None
-            found = asyncio.run(measured(asked.pair, folder, asked.requests, asked.rounds, tracer))
+            found = asyncio.run(measured(Path(scratch), asked.requests, asked.rounds, tracer))
     except SpecdecError as error:
         print(f"ways: {error}", file=sys.stderr)
         return 1

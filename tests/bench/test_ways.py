@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.ways import DRAFTED_ROUND, FIRST_DELTA, ROUND, Place, Size, reached, size_of
+from specdec.bench.holdings import reached
+from specdec.bench.ways import AUTO_ROUND, FIRST_DELTA, OFF_ROUND, Place, Size, size_of
 from specdec.errors import SpecdecError
 from specdec.protocol.growth import DraftTreeNode
 
@@ -62,9 +63,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_known_functions_are_on_their_ways(found: dict[str, Any]) -> None:
     """Claim: a way has the functions that every reader knows to be on it, of all services and threads, and nothing but
     product code. Conclusive: the acceptance rule concludes the prompt's round and every other, and only the way to the
-    first delta tokenises; the draft's functions run on an engine thread; no tool, test or library is named."""
-    first, auto, drafted = (found["ways"][name]["functions"] for name in (FIRST_DELTA, ROUND, DRAFTED_ROUND))
-    for functions in (first, auto, drafted):
+    first delta tokenises; the draft's functions, most of them on an engine thread, run where the policy may draft;
+    no tool, test or library is named."""
+    first, auto, off = (found["ways"][name]["functions"] for name in (FIRST_DELTA, AUTO_ROUND, OFF_ROUND))
+    for functions in (first, auto, off):
         named = [function.partition(":") for function in functions]
         assert {"conclude"} <= {name for _, _, name in named}
         assert any(name.startswith("Session.") for _, _, name in named)
@@ -72,21 +74,22 @@ def test_known_functions_are_on_their_ways(found: dict[str, Any]) -> None:
         assert {"specdec", "coordinator", "target_service"} <= folders
         assert folders <= {"specdec", "coordinator", "target_service", "draft_service"}
     assert [any(name.endswith(":Tokenizer.encode") for name in way) for way in (first, auto)] == [True, False]
-    assert any(name.startswith("draft_service/") for name in drafted)
+    drafting = [any(name.startswith("draft_service/") for name in way) for way in (first, auto, off)]
+    assert drafting == [True, True, False]
 
 
 def test_the_counts_of_ways_agree_with_each_other(found: dict[str, Any]) -> None:
-    """Claim: two requests in one process take nearly the same way, and so do rounds of one plan; and the counts of a
-    way bound each other. Conclusive: each has at most a third of functions that another lacks, as when the draft's own
-    steps fall before the first delta of one; counts that miss a thread, or run on into the next round, differ more."""
+    """Claim: two requests in one process take the same way but for a few functions, and so do rounds without
+    speculation; and the counts of a way bound each other. Conclusive: of some 230 and 460 functions at most a tenth are
+    not on all ways; a count that misses a thread, or runs on into the next round, differs by more."""
     assert [len(own["each"]) for own in found["ways"].values()] == [2, 2 * ROUNDS, 2 * ROUNDS]
     for name, own in found["ways"].items():
         for size in own["each"]:
             assert 0 < size["returns"] <= size["switches"] < size["functions"] <= size["calls"]
             assert 10 < size["files"] < size["functions"]
-        if name != ROUND:  # the policy may change its plan from one round to the next
+        if name != AUTO_ROUND:  # the policy may change its plan from one round to the next
             functions = [size["functions"] for size in own["each"]]
-            assert 2 * max(functions) / 3 <= own["on_all"] <= min(functions), (own["on_all"], functions)
+            assert 0.9 * max(functions) <= own["on_all"] <= min(functions), (own["on_all"], functions)
 
 
 def test_a_request_holds_its_own_objects_only(found: dict[str, Any]) -> None:
