@@ -49,8 +49,8 @@ PLANS = {AUTO_ROUND: pb.POLICY_AUTO, OFF_ROUND: pb.POLICY_OFF}
 COMMON: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
 COLLECTOR = "http://127.0.0.1:9"  # nothing listens there: spans are recorded and dropped
 PAUSE_S = 0.2  # between two texts, for what the first leaves behind
-WARM_TEXTS = 3  # the first imports, and the policy needs two to speculate
-STEADY_ROUND = 16  # the rounds from this one on are counted: by then the draft is ahead and the policy has its times
+WARM_TEXTS = {AUTO_ROUND: 3, OFF_ROUND: 1}  # the first imports, and the policy needs two to speculate
+STEADY_ROUND = 12  # the rounds from this one on are counted: by then the draft is ahead and the policy has its times
 PROMPT, VOCABULARY_SIZE, POSITIONS_MAX = "<1><2>", 7, 512
 STEP_S = 0.02  # of the target: the draft's part before each of its results is done, so no race decides what is counted
 DRAFT_ERROR = 0.7  # the standard deviation of the draft's logits from the target's, which vary by 2
@@ -256,7 +256,7 @@ async def measured(folder: Path, request_count: int, round_count: int, tracer: T
         async with coordinator(**settings) as stub:
             for plan in PLANS:
                 request = request_of(plan)
-                for _ in range(WARM_TEXTS):
+                for _ in range(WARM_TEXTS[plan]):
                     await read(stub, request, delta_count)
                 for _ in range(request_count):
                     await asyncio.sleep(PAUSE_S)
