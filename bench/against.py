@@ -146,9 +146,8 @@ def compared(pythons: Sequence[str], turns: int, stream_turns: int, stream_count
             }
             take(ROUND.format("table models"), turn, {place: beyond_ms(own) for place, own in samples.items()})
     with served(pythons, TARGET_MODEL, DRAFT_MODEL) as sides:
-        prompts = list(texts.items())
+        prompt = next(iter(texts.items()))  # in the cache after the first turn: rounds have no prompt's forward pass
         for turn in track_quietly(range(turns + 1), "rounds of the embedded pair"):
-            prompt = prompts[turn % len(prompts)]
             samples = {
                 place: measure(sides[place].stub, OFF, GREEDY, 0.0, prompt, PAIR_TOKENS) for place in order(turn)
             }
