@@ -25,6 +25,7 @@ from specdec.protocol.items import Open
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.target_service.session import TargetSession
 from tests.exactness import reference
+from tests.support.read_list import ReadList
 
 PENALTIES = (
     {"repetition_penalty": 1.5},
@@ -37,21 +38,6 @@ WIDTHS = (6, 40, 50)  # of logits: without the last token; with few of all token
 TREE = (0, 1, 0, 3)  # two paths of two tokens each
 FAR = torch.device("cuda")
 Session = TargetSession | DraftSession
-
-
-class ReadList(list):
-    """A list that counts the items read from it."""
-
-    read_count = 0
-
-    def __iter__(self):
-        self.read_count += len(self)
-        return super().__iter__()
-
-    def __getitem__(self, index):
-        found = super().__getitem__(index)
-        self.read_count += len(found) if isinstance(index, slice) else 1
-        return found
 
 
 def params_of(prompt_length: int, penalties: dict) -> ResolvedSamplingParams:
