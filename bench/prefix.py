@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.harness import TARGET_MODEL, heldout_prompts, running
+from bench.harness import TARGET_MODEL, heldout_prompts, running
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc

@@ -31,10 +31,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
-from specdec.bench.network.machines import emulated
-from specdec.bench.network.namespaces import why_unusable
-from specdec.bench.ray_machines import HEAD, RayMachines
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
+from bench.network.machines import emulated
+from bench.network.namespaces import why_unusable
+from bench.ray_machines import HEAD, RayMachines
 from specdec.config import DraftSettings
 from specdec.launch.children import start
 from specdec.v1 import coordinator_service_pb2 as pb

@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 
-from specdec.bench.pipeline.placement import Placed
-from specdec.bench.pipeline.variants import Variant, request_of
-from specdec.bench.processes import cpu_seconds
+from bench.pipeline.placement import Placed
+from bench.pipeline.variants import Variant, request_of
+from bench.processes import cpu_seconds
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc

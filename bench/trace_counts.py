@@ -22,12 +22,12 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from specdec.bench import harness
-from specdec.bench.otlp_receiver import Receiver
-from specdec.bench.rounds import table_models
+from bench import harness
+from bench.otlp_receiver import Receiver
+from bench.processes import module_command
+from bench.rounds import table_models
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tracing import RequestTrace
-from specdec.launch.children import python_command
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.items import Trace, VerificationResult
 from specdec.protocol.plan import OFF_PLAN
@@ -61,7 +61,7 @@ def variables(added: dict[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def collector() -> Iterator[str]:
     """A collector in a process of its own; yields its endpoint."""
-    command = python_command("-m", "specdec.bench.otlp_receiver")
+    command = module_command("bench.otlp_receiver")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench import harness
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.processes import cpu_seconds
-from specdec.bench.rounds import table_models
-from specdec.bench.trace_counts import (
+from bench import harness
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.processes import cpu_seconds
+from bench.rounds import table_models
+from bench.trace_counts import (
     POSITIONS,
     VOCABULARY_SIZE,
     collector,

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from specdec.bench.pipeline.variants import Variant, request_of
+from bench.pipeline.variants import Variant, request_of
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.bench import rounds
+from bench import rounds
 from specdec.protocol.types import Rule
 from specdec.v1 import coordinator_service_pb2 as pb
 

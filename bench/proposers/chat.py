@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench import prompt_lookup
-from specdec.bench.bars import Bar
-from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
-from specdec.bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
-from specdec.bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
+from bench import prompt_lookup
+from bench.bars import Bar
+from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
+from bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
+from bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
 from specdec.chat.template import ChatTemplate
 from specdec.engine.loading.chat_model import chat_model
 from specdec.v1 import coordinator_service_pb2 as pb

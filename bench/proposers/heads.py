@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.bars import Bar
-from specdec.bench.deepened import write_deepened
-from specdec.bench.harness import heldout_prompts
-from specdec.bench.pipeline.placement import placed
-from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
-from specdec.bench.proposers.texts import (
+from bench.bars import Bar
+from bench.deepened import write_deepened
+from bench.harness import heldout_prompts
+from bench.pipeline.placement import placed
+from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
+from bench.proposers.texts import (
     Found,
     generate,
     median_of,

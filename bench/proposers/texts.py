@@ -15,11 +15,11 @@ from typing import Any
 
 import grpc
 
+from bench.harness import running
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.pipeline.samples import ends_in_cycle
+from bench.pipeline.variants import OFF
 from specdec.advise.forecast import Estimate, resampled, share
-from specdec.bench.harness import running
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.pipeline.samples import ends_in_cycle
-from specdec.bench.pipeline.variants import OFF
 from specdec.launch.children import start
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc

@@ -18,14 +18,14 @@ from pathlib import Path
 import grpc
 from tokenizers import Tokenizer
 
-from specdec.bench.harness import heldout_prompts, running
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.pipeline.samples import TIMEOUT_S
-from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, request_of
-from specdec.bench.prompts import prose_prompts
-from specdec.bench.proposers.chat import template_ids
-from specdec.bench.step.llama_cpp import llama_server
-from specdec.bench.step.timing import Timed
+from bench.harness import heldout_prompts, running
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.pipeline.samples import TIMEOUT_S
+from bench.pipeline.variants import OFF, RULES_DEFAULT, request_of
+from bench.prompts import prose_prompts
+from bench.proposers.chat import template_ids
+from bench.step.llama_cpp import llama_server
+from bench.step.timing import Timed
 from specdec.chat.template import ChatTemplate
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 

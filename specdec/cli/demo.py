@@ -18,8 +18,7 @@ from specdec.cli.chat import SESSIONS, template_of
 from specdec.cli.demo_texts import RATIO_MEDIAN_MIN, RATIO_MIN, DemoSettings, DemoText, Run, statistics_of
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.config import ServeSettings
-from specdec.errors import ConfigError
-from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
+from specdec.folders import CHAT_DRAFT, CHAT_MODEL, CHAT_PROMPTS, heldout_prompts
 from specdec.settings import TlsSettings
 from specdec.streams import warn
 from specdec.terminal import print_text
@@ -33,16 +32,6 @@ if TYPE_CHECKING:
 PROMPT_IDS = (130, 191, 192)  # held-out prompts, chosen for readable texts, not for their speed
 CHAT_PROMPT_IDS = (1, 18, 34)  # held-out questions
 TIMEOUT_S = 120.0
-
-
-def heldout_prompts(name: str = "heldout_prompts.jsonl") -> dict[int, str]:
-    """Returns the held-out prompts of a file beside the embedded pair by id. Raises ConfigError without the file."""
-    file = EMBEDDED_MODELS / name
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"the held-out prompts, {file}, cannot be read: {error.strerror}") from error
-    return {entry["id"]: entry["prompt"] for entry in map(json.loads, lines)}
 
 
 def demo(settings: DemoSettings) -> int:
@@ -84,7 +73,7 @@ def embedded_texts() -> tuple[list[DemoText], dict[str, Any]]:
 def chat_texts() -> tuple[list[DemoText], dict[str, Any]]:
     """Returns questions, and the chat pair as settings of serve. Raises ConfigError if the extra is not installed."""
     folder, template = template_of(CHAT_MODEL)
-    questions = heldout_prompts("chat_prompts.jsonl")
+    questions = heldout_prompts(CHAT_PROMPTS)
     chosen = {own: questions[own] for own in CHAT_PROMPT_IDS}
     texts = [
         DemoText(own, f"{question}\n", template.encode([{"role": "user", "content": question}]))

@@ -7,11 +7,11 @@ from dataclasses import fields
 
 import pytest
 
-from specdec.bench.pipeline.measurements import hazards, over_best_other, paired_gain, ratio_of
-from specdec.bench.pipeline.samples import Sample, ends_in_cycle
-from specdec.bench.pipeline.simulated import between
-from specdec.bench.pipeline.sweep import Cell, differing_prompts
-from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, TREE, request_of, speculative_policy, synchronous
+from bench.pipeline.measurements import hazards, over_best_other, paired_gain, ratio_of
+from bench.pipeline.samples import Sample, ends_in_cycle
+from bench.pipeline.simulated import between
+from bench.pipeline.sweep import Cell, differing_prompts
+from bench.pipeline.variants import AUTO, CHAIN, OFF, TREE, request_of, speculative_policy, synchronous
 from specdec.rpc.convert_generate import request_from_message
 from specdec.v1 import coordinator_service_pb2 as pb
 

@@ -11,9 +11,10 @@ import sys
 
 import pytest
 
-from specdec.cli.demo import PROMPT_IDS, heldout_prompts, misses_of
+from specdec.cli.demo import PROMPT_IDS, misses_of
 from specdec.cli.demo_texts import DemoText, Run
 from specdec.cli.demo_view import closing_line
+from specdec.folders import heldout_prompts
 
 TOKENS = 128
 COMMAND = [sys.executable, "-m", "specdec.cli", "demo", "--max-tokens", str(TOKENS)]

@@ -19,8 +19,8 @@ from tests.hygiene.sources import (
     report,
 )
 
-PROJECT = ("specdec", *LINKED, "tests")
-TOOLS = ("specdec.bench", "specdec.models")
+TOOLS = ("bench", "models")
+PROJECT = ("specdec", *LINKED, *TOOLS, "tests")
 MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 NETWORK_LIBRARIES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
 CLOCKS_AND_CHANCE = ("asyncio", "threading", "time", "datetime", "random", "secrets", "uuid", "os", "socket")
@@ -354,7 +354,7 @@ def test_generated_types_stop_at_the_edge() -> None:
     problems = [
         f"{module.at(node)}: imports {name}"
         for module in product_modules()
-        if not is_within(module.name, ("specdec.bench",))
+        if not is_within(module.name, TOOLS)
         and not module.name.startswith("specdec.rpc.convert")
         and not is_within(module.name, EDGES_OF_THE_WIRE)
         for node, name in imported_names(module)

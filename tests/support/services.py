@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from specdec.bench import harness
+from bench import harness
 from specdec.config import CoordinatorSettings
 from specdec.folders import EMBEDDED_MODELS
 from specdec.launch.children import Child, start
