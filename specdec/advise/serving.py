@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -55,7 +54,7 @@ class Served:
 @contextmanager
 def served(target: str, draft: str, device: str = "cpu", threads: int = 1) -> Iterator[Served]:
     """Yields the pair, served by this machine on a device, with `threads` CPU threads a model. Raises SpecdecError."""
-    from specdec.cli import serve
+    from specdec.launch.serving import running
 
     settings = ServeSettings(
         model=target,
@@ -67,13 +66,11 @@ def served(target: str, draft: str, device: str = "cpu", threads: int = 1) -> It
         log_level="error",
         drain_grace_s=1.0,
     )
-    with serve.running(settings, []) as (coordinator, target_child, draft_child, _):
-        addresses = target_child.address, None if draft_child is None else draft_child.address
-        found = asyncio.run(serve.check_match(settings, *addresses))
+    with running(settings) as serving:
         curves = StepCurve(), StepCurve()
         for curve, name in zip(curves, ("target", "draft")):
-            curve.prime(found[name].step_times)
-        yield Served(coordinator.address, *curves)
+            curve.prime(serving.descriptions[name].step_times)
+        yield Served(serving.address, *curves)
 
 
 @dataclass(frozen=True, slots=True)

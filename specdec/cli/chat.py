@@ -97,7 +97,7 @@ def template_of(model: str) -> tuple[Path, ChatTemplate]:
 @contextmanager
 def services(settings: ChatSettings, folder: Path) -> Iterator[str]:
     """Yields the coordinator's address; without --address it starts the three services, and stops them."""
-    from specdec.cli import serve
+    from specdec.launch.serving import running
 
     if settings.address is not None:
         yield settings.address
@@ -110,8 +110,8 @@ def services(settings: ChatSettings, folder: Path) -> Iterator[str]:
         drain_grace_s=1.0,
         max_num_seqs=SESSIONS,
     )
-    with serve.running(own, []) as (coordinator, *_):
-        yield coordinator.address
+    with running(own) as serving:
+        yield serving.address
 
 
 def beginning(settings: ChatSettings) -> list[Message]:

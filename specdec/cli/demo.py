@@ -36,7 +36,8 @@ TIMEOUT_S = 120.0
 
 def demo(settings: DemoSettings) -> int:
     """Runs the command; returns 1 if texts differ or --check fails. Raises SpecdecError."""
-    from specdec.cli import demo_view, serve
+    from specdec.cli import demo_view
+    from specdec.launch.serving import running
 
     texts, models = chat_texts() if settings.chat else embedded_texts()
     services = ServeSettings(
@@ -48,15 +49,15 @@ def demo(settings: DemoSettings) -> int:
         dtype=settings.dtype,
         max_num_seqs=SESSIONS,
     )
-    with serve.running(services, []) as (coordinator, target, draft, _):
-        children = [child for child in (target, draft, coordinator) if child is not None]
+    with running(services) as serving:
+        children = serving.children
         if settings.as_json:
-            asyncio.run(measure(coordinator.address, settings, texts, nullcontext))
+            asyncio.run(measure(serving.address, settings, texts, nullcontext))
             print_text(json.dumps(report_of(settings, texts, children), indent=2))
         else:
             view = demo_view.DemoView()
             view.begin(settings, children)
-            asyncio.run(measure(coordinator.address, settings, texts, view.streaming))
+            asyncio.run(measure(serving.address, settings, texts, view.streaming))
             view.conclude(texts, children)
     misses = misses_of(texts) if settings.check else []
     for miss in misses:

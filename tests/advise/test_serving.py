@@ -166,12 +166,12 @@ def test_the_pair_is_served_with_the_threads_that_are_told(
     started: list[ServeSettings] = []
 
     @contextmanager
-    def running(settings: ServeSettings, children: list[object]) -> Iterator[None]:
+    def running(settings: ServeSettings) -> Iterator[None]:
         started.append(settings)
         raise ConfigError("not started")
         yield
 
-    monkeypatch.setattr("specdec.cli.serve.running", running)
+    monkeypatch.setattr("specdec.launch.serving.running", running)
     monkeypatch.setattr(command, "measured", lambda *_: [[]])
     monkeypatch.setattr(command, "prepare_libraries", lambda threads: None)
     asked = AdviseSettings(

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdec.advise.agreement import Reader, agreement_along
 from specdec.advise.command import advise
 from specdec.advise.settings import AdviseSettings
-from specdec.cli import serve
 from specdec.cli.chat import template_of
 from specdec.cli.demo import CHAT_PROMPT_IDS
 from specdec.config import ServeSettings
@@ -31,6 +30,7 @@ from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.folders import CHAT_MODEL, CHAT_PROMPTS, heldout_prompts
+from specdec.launch import serving
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from tests.support.services import MODELS, running
 from tests.support.threads import one_thread  # noqa: F401  # prepare_libraries sets the number for the process
@@ -157,7 +157,7 @@ def distill_it(folder: Path) -> None:
 
 
 def serve_it(folder: Path) -> None:
-    with serve.running(ServeSettings(model=CHAT_MODEL, port=0), []):
+    with serving.running(ServeSettings(model=CHAT_MODEL, port=0)):
         pass
 
 

@@ -35,6 +35,7 @@ EDGES_OF_THE_WIRE = frozenset(
         "specdec.draft_service.service",
         "specdec.target_service.service",
         "specdec.replica.app",
+        "specdec.launch.serving",
         "specdec.cli",
     }
 )
@@ -131,7 +132,19 @@ TABLE = (
     ),
     Imports(
         "specdec.launch",
-        ("specdec.errors", "specdec.streams", "specdec.settings", "specdec.config", "specdec.engine.parallel.place"),
+        (
+            "specdec.errors",
+            "specdec.folders",
+            "specdec.terminal",
+            "specdec.streams",
+            "specdec.settings",
+            "specdec.config",
+            "specdec.engine.parallel.place",
+            "specdec.engine.loading.model_folder",
+            "specdec.rpc",
+            "specdec.v1",
+            *VALUES,
+        ),
         MODEL_LIBRARIES + NETWORK_LIBRARIES,
     ),
     Imports(
@@ -193,6 +206,7 @@ TABLE = (
             "specdec.settings",
             "specdec.config",
             "specdec.cli",
+            "specdec.launch.serving",
             "specdec.decoding",
             "specdec.distill",
             "specdec.engine",
