@@ -36,6 +36,7 @@ from bench.pipeline.placement import Placed, description, placed
 from bench.pipeline.samples import TIMEOUT_S, measure
 from bench.pipeline.variants import AUTO, RULES_DEFAULT, Variant, request_of
 from bench.streams import ADAPTED_S, rate_between
+from specdec.client.run import Run
 from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.errors import SpecdecError
 from specdec.launch.children import Child
@@ -88,11 +89,7 @@ def rate_in_trouble(
     requested_s = time.perf_counter()
     changing.start()
     try:
-        deltas = [
-            (time.perf_counter(), len(response.delta.token_ids))
-            for response in stub.Generate(request, timeout=TIMEOUT_S)
-            if response.HasField("delta")
-        ]
+        deltas = Run.of(stub.Generate(request, timeout=TIMEOUT_S)).deltas
     finally:
         changing.cancel()
         is_over.set()

@@ -36,7 +36,7 @@ from specdec.folders import EMBEDDED_MODELS, read_json
 
 RTTS_MS = (0.0, 5.0, 20.0, 50.0)
 TARGET_RTT_MS = 0.2
-DRAFT, HEADS = ("PROPOSER_DRAFT",), ("PROPOSER_HEADS",)
+DRAFT, HEADS = ("draft",), ("heads",)
 VARIANTS = (
     Variant("draft", None, proposers=DRAFT),
     Variant("heads", None, proposers=HEADS),

@@ -19,7 +19,7 @@ from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
 from bench.proposers.texts import Found, generate, per_second
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
-EVERY = Variant("auto", None, proposers=("PROPOSER_DRAFT", "PROPOSER_NGRAM"))
+EVERY = Variant("auto", None, proposers=("draft", "ngram"))
 
 
 def measure_lost(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:

@@ -1,0 +1,110 @@
+"""The messages of a stream as values: its start, its tokens, its end.
+
+A `Delta` is the coordinator's own value. Numerics and statistics stay the messages that they came as: their fields are
+documented there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from specdec.errors import Mismatch
+from specdec.protocol.report import Delta
+from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import types_pb2 as types_pb
+
+Statistics = coordinator_pb.Statistics
+_KINDS = {kind.value: kind for kind in TokenKind}
+_PROPOSERS = {proposer.value: proposer for proposer in Proposer}
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was admitted; `seed` and `rule` are those in force. Texts of the same digest, numerics, prompt,
+    parameters and seed are the same."""
+
+    request_id: str
+    seed: int
+    rule: Rule
+    rule_reason: str
+    prompt_length: int
+    max_tokens: int
+    model_digest: str
+    numerics: types_pb.NumericsProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The text ended. Token counts are of the whole text; statistics of the last stream, if it was resumed."""
+
+    reason: FinishReason
+    stop_string: str
+    stop_token_id: int | None
+    prompt_tokens: int
+    output_tokens: int
+    statistics: Statistics
+    trace_id: str
+
+
+Event = Started | Delta | Finished
+
+
+def event_of(response: coordinator_pb.GenerateResponse) -> Event:
+    """Returns the event of a message. Raises Mismatch for one of another version that has no meaning here."""
+    try:
+        if response.HasField("delta"):
+            return _delta(response.delta)
+        if response.HasField("started"):
+            return _started(response.started)
+        if response.HasField("finished"):
+            return _finished(response.finished)
+    except ValueError as error:
+        raise Mismatch(f"the coordinator is of another version: {error}") from None
+    raise Mismatch("the coordinator is of another version: it sent an unknown event")
+
+
+def _delta(message: coordinator_pb.Delta) -> Delta:
+    kinds = tuple(_KINDS.get(kind, TokenKind.BONUS) for kind in message.kinds)
+    if message.proposers:
+        proposers = tuple(_PROPOSERS.get(proposer, Proposer.NONE) for proposer in message.proposers)
+    else:  # the draft model alone proposed
+        proposers = tuple(Proposer.DRAFT if kind is TokenKind.ACCEPTED else Proposer.NONE for kind in kinds)
+    logprobs = tuple(
+        PositionLogprobs(entry.logprob, tuple(entry.top_token_ids), tuple(entry.top_logprobs))
+        for entry in message.logprobs
+    )
+    ids, lengths = tuple(message.token_ids), tuple(message.text_lengths)
+    return Delta(message.first_output_index, ids, kinds, message.text, lengths, logprobs, proposers)
+
+
+def _started(message: coordinator_pb.Started) -> Started:
+    return Started(
+        request_id=message.request_id,
+        seed=message.seed,
+        rule=Rule(message.rule),
+        rule_reason=message.rule_reason,
+        prompt_length=message.prompt_length,
+        max_tokens=message.max_tokens,
+        model_digest=message.model_digest,
+        numerics=message.numerics,
+    )
+
+
+def _finished(message: coordinator_pb.Finished) -> Finished:
+    return Finished(
+        reason=FinishReason(message.reason),
+        stop_string=message.stop_string,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        prompt_tokens=message.usage.prompt_tokens,
+        output_tokens=message.usage.output_tokens,
+        statistics=message.statistics,
+        trace_id=message.trace_id,
+    )
+
+
+def pieces_of(delta: Delta) -> list[str]:
+    """Returns each token's part of the delta's text."""
+    ends = itertools.accumulate(delta.text_lengths, initial=0)
+    return [delta.text[start:end] for start, end in itertools.pairwise(ends)]
