@@ -56,10 +56,10 @@ def make_request(
             request.prediction.text = prediction
         elif prediction:
             request.prediction.token_ids.ids.extend(prediction)
+        if resumed:
+            request.resume.output_token_ids.extend(resumed)
     except (UnicodeEncodeError, ValueError) as error:
         raise ConfigError(f"the request cannot be sent, its texts must be UTF-8: {error}") from error
-    if resumed:
-        request.resume.output_token_ids.extend(resumed)
     return request
 
 

@@ -65,7 +65,9 @@ class Client:
                             lost_s = None
                         if text.take(response):
                             yield response
-                return
+                if is_over:
+                    return
+                raise ReplicaUnavailable("the stream ended before the text")
             except (ReplicaUnavailable, CacheExhausted, DeliveryStalled) as error:
                 if is_over:
                     return

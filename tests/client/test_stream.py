@@ -74,14 +74,15 @@ async def scripted(*calls: Sequence[Step]) -> AsyncIterator[tuple[str, list[pb.G
         await server.stop(0.0)
 
 
-@pytest.mark.parametrize("error", [LOST, CacheExhausted("full", RETRY_S), DeliveryStalled("not read")])
-async def test_a_lost_stream_goes_on(error: SpecdecError) -> None:
-    """Claim: a stream that is lost twice after its start, and refused once between, is one text for its reader: one
-    start, each token once, one end. Each further request has the tokens that came and the seed in force.
+@pytest.mark.parametrize("error", [LOST, CacheExhausted("full", RETRY_S), DeliveryStalled("not read"), None])
+async def test_a_lost_stream_goes_on(error: SpecdecError | None) -> None:
+    """Claim: a stream that is lost twice after its start, or just ends, and refused once between, is one text for its
+    reader: one start, each token once, one end. Each further request has the tokens that came and the seed in force.
 
     Conclusive: the events are compared whole, and what the server was asked is what it got on the wire.
     """
-    calls = [started(), delta(0, 1, 2), error], [error], [started(), delta(2, 3), error], [started(), FINISHED]
+    lost = [error] if error else []
+    calls = [started(), delta(0, 1, 2), *lost], lost, [started(), delta(2, 3), *lost], [started(), FINISHED]
     request = make_request("x", [9], temperature=1.0)
     async with scripted(*calls) as (address, requests), Client(address) as client:
         events = [event async for event in client.generate(request)]

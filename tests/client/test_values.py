@@ -80,7 +80,14 @@ def test_a_request_of_plain_values() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "given"),
-    [("\udcff", {}), ("x", {"stop": ["\udcff"]}), ("x", {"max_tokens": -1}), ([1 << 32], {}), ("x", {"policy": "no"})],
+    [
+        ("\udcff", {}),
+        ("x", {"stop": ["\udcff"]}),
+        ("x", {"max_tokens": -1}),
+        ([1 << 32], {}),
+        ("x", {"resumed": [-1]}),
+        ("x", {"policy": "no"}),
+    ],
 )
 def test_values_that_do_not_fit_are_refused(prompt: str | list[int], given: dict[str, object]) -> None:
     """Claim: what no message can hold is refused before anything is sent, in one line."""
