@@ -57,9 +57,15 @@ def event_of(response: coordinator_pb.GenerateResponse) -> Event:
         if response.HasField("delta"):
             return _delta(response.delta)
         if response.HasField("started"):
-            return _started(response.started)
+            own = response.started
+            rule = Rule(own.rule), own.rule_reason
+            counts = own.prompt_length, own.max_tokens
+            return Started(own.request_id, own.seed, *rule, *counts, own.model_digest, own.numerics)
         if response.HasField("finished"):
-            return _finished(response.finished)
+            end, usage = response.finished, response.finished.usage
+            stop = end.stop_string, end.stop_token_id if end.HasField("stop_token_id") else None
+            counts = usage.prompt_tokens, usage.output_tokens
+            return Finished(FinishReason(end.reason), *stop, *counts, end.statistics, end.trace_id)
     except ValueError as error:
         raise Mismatch(f"the coordinator is of another version: {error}") from None
     raise Mismatch("the coordinator is of another version: it sent an unknown event")
@@ -77,31 +83,6 @@ def _delta(message: coordinator_pb.Delta) -> Delta:
     )
     ids, lengths = tuple(message.token_ids), tuple(message.text_lengths)
     return Delta(message.first_output_index, ids, kinds, message.text, lengths, logprobs, proposers)
-
-
-def _started(message: coordinator_pb.Started) -> Started:
-    return Started(
-        request_id=message.request_id,
-        seed=message.seed,
-        rule=Rule(message.rule),
-        rule_reason=message.rule_reason,
-        prompt_length=message.prompt_length,
-        max_tokens=message.max_tokens,
-        model_digest=message.model_digest,
-        numerics=message.numerics,
-    )
-
-
-def _finished(message: coordinator_pb.Finished) -> Finished:
-    return Finished(
-        reason=FinishReason(message.reason),
-        stop_string=message.stop_string,
-        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-        prompt_tokens=message.usage.prompt_tokens,
-        output_tokens=message.usage.output_tokens,
-        statistics=message.statistics,
-        trace_id=message.trace_id,
-    )
 
 
 def pieces_of(delta: Delta) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from enum import Enum
 
 import pytest
 
@@ -14,6 +15,7 @@ from specdec.protocol.report import Delta
 from specdec.protocol.types import Description, PositionLogprobs, Proposer, TokenKind
 from specdec.rpc.convert_generate import event_to_message, request_from_message
 from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1 import types_pb2 as types_pb
 
 TARGET = Description("d", "t", "m", 7, 64, (0,), "float32", "cpu", "torch")
 A, R, B = TokenKind.ACCEPTED, TokenKind.RECOVERED, TokenKind.BONUS
@@ -34,13 +36,24 @@ def test_a_delta_is_the_coordinators_own(
 
 
 def test_every_field_of_a_message_is_in_its_event() -> None:
-    """Claim: start and end have all that their messages have. Conclusive: the fields of messages and events are
-    compared by name, those of `usage` one by one, so a new one is found."""
-    parts = {"usage": {"prompt_tokens", "output_tokens"}}
-    for message, event in ((pb.Started, Started), (pb.Finished, Finished)):
-        told = [parts.get(field.name, {field.name}) for field in message.DESCRIPTOR.fields]
-        assert set().union(*told) == {field.name for field in fields(event)}
-    assert {field.name for field in pb.Usage.DESCRIPTOR.fields} == parts["usage"]
+    """Claim: start and end have all that their messages have. Conclusive: fields of messages and events are compared by
+    name, those of `usage` one by one, so a new one is found, and by value, of which no two are alike."""
+    start = pb.Started(request_id="r", seed=1, rule=types_pb.RULE_COUPLED, prompt_length=4, max_tokens=5)
+    start.model_digest, start.rule_reason, start.numerics.device = "d", "reason", "cpu"
+    end = pb.Finished(reason=pb.FINISH_REASON_LENGTH, stop_string="s", stop_token_id=6, trace_id="t")
+    end.statistics.rounds, end.usage.prompt_tokens, end.usage.output_tokens = 7, 8, 9
+    for event, *messages in (
+        (event_of(pb.GenerateResponse(started=start)), start),
+        (event_of(pb.GenerateResponse(finished=end)), end, end.usage),
+    ):
+        names = {field.name: message for message in messages for field in message.DESCRIPTOR.fields}
+        names.pop("usage", None)
+        assert isinstance(event, Started | Finished) and set(names) == {field.name for field in fields(event)}
+        for name, message in names.items():
+            value = getattr(event, name)
+            assert (value.value if isinstance(value, Enum) else value) == getattr(message, name), name
+    absent = event_of(pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_STOP)))
+    assert isinstance(absent, Finished) and absent.stop_token_id is None
 
 
 def test_other_versions() -> None:
