@@ -16,6 +16,9 @@ from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 
 Statistics = coordinator_pb.Statistics
+# A coordinator may be newer than its client: a value that is not known here is None, or that of a plain token.
+_RULES = {rule.value: rule for rule in Rule}
+_REASONS = {reason.value: reason for reason in FinishReason}
 _KINDS = {kind.value: kind for kind in TokenKind}
 _PROPOSERS = {proposer.value: proposer for proposer in Proposer}
 
@@ -27,7 +30,7 @@ class Started:
 
     request_id: str
     seed: int
-    rule: Rule
+    rule: Rule | None
     rule_reason: str
     prompt_length: int
     max_tokens: int
@@ -39,7 +42,7 @@ class Started:
 class Finished:
     """The text ended. Token counts are of the whole text; statistics of the last stream, if it was resumed."""
 
-    reason: FinishReason
+    reason: FinishReason | None
     stop_string: str
     stop_token_id: int | None
     prompt_tokens: int
@@ -52,22 +55,19 @@ Event = Started | Delta | Finished
 
 
 def event_of(response: coordinator_pb.GenerateResponse) -> Event:
-    """Returns the event of a message. Raises Mismatch for one of another version that has no meaning here."""
-    try:
-        if response.HasField("delta"):
-            return _delta(response.delta)
-        if response.HasField("started"):
-            own = response.started
-            rule = Rule(own.rule), own.rule_reason
-            counts = own.prompt_length, own.max_tokens
-            return Started(own.request_id, own.seed, *rule, *counts, own.model_digest, own.numerics)
-        if response.HasField("finished"):
-            end, usage = response.finished, response.finished.usage
-            stop = end.stop_string, end.stop_token_id if end.HasField("stop_token_id") else None
-            counts = usage.prompt_tokens, usage.output_tokens
-            return Finished(FinishReason(end.reason), *stop, *counts, end.statistics, end.trace_id)
-    except ValueError as error:
-        raise Mismatch(f"the coordinator is of another version: {error}") from None
+    """Returns the event of a message. Raises Mismatch for one that only another version knows."""
+    if response.HasField("delta"):
+        return _delta(response.delta)
+    if response.HasField("started"):
+        own = response.started
+        rule = _RULES.get(own.rule), own.rule_reason
+        counts = own.prompt_length, own.max_tokens
+        return Started(own.request_id, own.seed, *rule, *counts, own.model_digest, own.numerics)
+    if response.HasField("finished"):
+        end, usage = response.finished, response.finished.usage
+        stop = end.stop_string, end.stop_token_id if end.HasField("stop_token_id") else None
+        counts = usage.prompt_tokens, usage.output_tokens
+        return Finished(_REASONS.get(end.reason), *stop, *counts, end.statistics, end.trace_id)
     raise Mismatch("the coordinator is of another version: it sent an unknown event")
 
 

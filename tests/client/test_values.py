@@ -57,13 +57,15 @@ def test_every_field_of_a_message_is_in_its_event() -> None:
 
 
 def test_other_versions() -> None:
-    """Claim: a kind or proposer that this version does not know is shown as that of a plain token; an event without a
-    meaning here is refused by name. Source: a coordinator may be newer than its client."""
+    """Claim: a kind or proposer that this version does not know is shown as that of a plain token, an unknown rule or
+    reason is None; an event without a meaning here is refused. Source: a coordinator may be newer than its client."""
     event = event_of(pb.GenerateResponse(delta=pb.Delta(token_ids=[1, 2], kinds=[1, 9], proposers=[1, 99])))
     assert isinstance(event, Delta) and event.kinds == (A, B) and event.proposers == (Proposer.DRAFT, Proposer.NONE)
-    for unknown in (pb.GenerateResponse(), pb.GenerateResponse(finished=pb.Finished(reason=9))):
-        with pytest.raises(Mismatch, match="another version"):
-            event_of(unknown)
+    start = event_of(pb.GenerateResponse(started=pb.Started(rule=9)))
+    end = event_of(pb.GenerateResponse(finished=pb.Finished(reason=9)))
+    assert isinstance(start, Started) and isinstance(end, Finished) and start.rule is end.reason is None
+    with pytest.raises(Mismatch, match="another version"):
+        event_of(pb.GenerateResponse())
 
 
 def test_a_request_of_plain_values() -> None:
