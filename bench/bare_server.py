@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from specdec.bench.event_loop import new_event_loop
-from specdec.launch.children import python_command
+from bench.event_loop import new_event_loop
+from bench.processes import module_command
 
 SERVICE = "bench.Bare"
 ECHO_BYTES, ECHO_COUNT = 200, 300
@@ -71,7 +71,7 @@ async def serve(host: str) -> None:
 @contextlib.contextmanager
 def bare_server(host: str = "127.0.0.1") -> Iterator[BareServer]:
     """The process, where the calling thread is; ended at the end."""
-    command = python_command("-m", "specdec.bench.bare_server", "serve", host)
+    command = module_command("bench.bare_server", "serve", host)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -85,7 +85,7 @@ def echo_ms(server: BareServer) -> float:
 
     Not by this process: gRPC's threads stay in the network namespace in which they were begun.
     """
-    command = python_command("-m", "specdec.bench.bare_server", "echo", server.address)
+    command = module_command("bench.bare_server", "echo", server.address)
     return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
-from specdec.bench.pipeline.measurements import ratio_of
-from specdec.bench.pipeline.placement import Placed, description, placed
-from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, Variant
-from specdec.bench.prompts import Prompt
-from specdec.bench.proposers.chat import chat_request
-from specdec.bench.proposers.texts import Found, Text, generate, per_second
+from bench.bars import Bar, add_check_flag, as_json, conclude
+from bench.pipeline.measurements import ratio_of
+from bench.pipeline.placement import Placed, description, placed
+from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant
+from bench.prompts import Prompt
+from bench.proposers.chat import chat_request
+from bench.proposers.texts import Found, Text, generate, per_second
 from specdec.chat.template import ChatTemplate
 from specdec.engine.loading.chat_model import chat_model
 from specdec.errors import SpecdecError

@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
-from specdec.bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from specdec.bench.harness import heldout_prompts
-from specdec.bench.pipeline.bars import OF_OFF, never_slower
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.pipeline.placement import Placed, description, placed
-from specdec.bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, is_reproducible
-from specdec.bench.streams import PROMPT_CHARACTERS, Block, block_of, jump_rate, median_block, run_block, run_streams
+from bench.bars import Bar, add_check_flag, as_json, conclude
+from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
+from bench.harness import heldout_prompts
+from bench.pipeline.bars import OF_OFF, never_slower
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.pipeline.placement import Placed, description, placed
+from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, is_reproducible
+from bench.streams import PROMPT_CHARACTERS, Block, block_of, jump_rate, median_block, run_block, run_streams
 from specdec.errors import SpecdecError
 
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32)

@@ -25,8 +25,8 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from specdec.bench.engine.steps import CONTEXT, CachedTexts, Shape, time_step
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
+from bench.engine.steps import CONTEXT, CachedTexts, Shape, time_step
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel

@@ -6,7 +6,7 @@ import queue
 import time
 from pathlib import Path
 
-from specdec.bench.engine.steps import BLOCK_SIZE
+from bench.engine.steps import BLOCK_SIZE
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.loading.model import load_model

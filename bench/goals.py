@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specdec.bench.bars import Bar, add_check_flag, conclude
+from bench.bars import Bar, add_check_flag, conclude
 
 BENCHMARKS = (
     "draft",

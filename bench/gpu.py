@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import transformers
 
-from specdec.bench.gpu_checks import check_greedy, check_logits, check_tree, margin_measurements
-from specdec.bench.gpu_models import EIGHT_B, ONE_B, TINY, build
-from specdec.bench.gpu_steps import STEPS, Step, StepMeasurement, bandwidth_gb_per_s, time_steps
+from bench.gpu_checks import check_greedy, check_logits, check_tree, margin_measurements
+from bench.gpu_models import EIGHT_B, ONE_B, TINY, build
+from bench.gpu_steps import STEPS, Step, StepMeasurement, bandwidth_gb_per_s, time_steps
 from specdec.engine.loading.devices import find_device
 
 GOALS = {("1B", 1, 1): (1.4, 1.2), ("8B", 1, 8): (1.25, 1.1)}  # model, sequences, rows: goal and stretch

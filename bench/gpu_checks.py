@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from specdec.bench.gpu_models import SMALL, engine_model, plain_model
+from bench.gpu_models import SMALL, engine_model, plain_model
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
 from specdec.engine.loading.devices import default_block_size

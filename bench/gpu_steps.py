@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.bench.gpu_checks import parents_of, random_ids
+from bench.gpu_checks import parents_of, random_ids
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths

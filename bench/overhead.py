@@ -25,17 +25,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.bare_server import BareServer, bare_server, echo_ms, read_replayed
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from specdec.bench.harness import TARGET_MODEL, heldout_prompts, running
-from specdec.bench.pipeline.measurements import Ratio, measurements_of, ratio_of
-from specdec.bench.pipeline.placement import Placed, placed, processor_name
-from specdec.bench.pipeline.samples import Sample, measure
-from specdec.bench.pipeline.variants import AUTO, CHAIN, NUCLEUS, OFF, RULES_DEFAULT, TREE, Variant, synchronous
-from specdec.bench.processes import cpu_seconds
-from specdec.bench.rounds import table_models
-from specdec.bench.streams import PROMPT_CHARACTERS, Block, Stream, median_block, run_block
+from bench.bare_server import BareServer, bare_server, echo_ms, read_replayed
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
+from bench.harness import TARGET_MODEL, heldout_prompts, running
+from bench.pipeline.measurements import Ratio, measurements_of, ratio_of
+from bench.pipeline.placement import Placed, placed, processor_name
+from bench.pipeline.samples import Sample, measure
+from bench.pipeline.variants import AUTO, CHAIN, NUCLEUS, OFF, RULES_DEFAULT, TREE, Variant, synchronous
+from bench.processes import cpu_seconds
+from bench.rounds import table_models
+from bench.streams import PROMPT_CHARACTERS, Block, Stream, median_block, run_block
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 

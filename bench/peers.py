@@ -27,15 +27,15 @@ from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from specdec.bench.assisted import Assistance, Assisted
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
-from specdec.bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from specdec.bench.engine_alone import EngineAlone
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.pipeline.placement import Placed, description, placed
-from specdec.bench.pipeline.samples import measure
-from specdec.bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, rule_of
+from bench.assisted import Assistance, Assisted
+from bench.bars import Bar, add_check_flag, as_json, conclude
+from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
+from bench.engine_alone import EngineAlone
+from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.pipeline.placement import Placed, description, placed
+from bench.pipeline.samples import measure
+from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, rule_of
 from specdec.errors import SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams
 

@@ -19,10 +19,10 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table as Printed
 
-from specdec.bench.bars import add_check_flag, conclude, worst_of
-from specdec.bench.event_simulation import Stream
-from specdec.bench.policy_cells import AutoService, Cell, many, one, run
-from specdec.bench.policy_world import OnePlan, Session, Simulated, World
+from bench.bars import add_check_flag, conclude, worst_of
+from bench.event_simulation import Stream
+from bench.policy_cells import AutoService, Cell, many, one, run
+from bench.policy_world import OnePlan, Session, Simulated, World
 from specdec.protocol.plan import OFF_PLAN
 
 WORLDS = {

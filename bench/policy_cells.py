@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Printed
 
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.bench.event_simulation import Scenario
-from specdec.bench.policy_world import FixedService, OnePlan, Service, Simulated, World
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.event_simulation import Scenario
+from bench.policy_world import FixedService, OnePlan, Service, Simulated, World
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import DraftTimes, catalogue
 from specdec.policy.steps import Steps

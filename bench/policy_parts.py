@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table as Printed
 
-from specdec.bench.policy_cells import AutoService, failing_cells, geometric_mean, paying_cells, rate
+from bench.policy_cells import AutoService, failing_cells, geometric_mean, paying_cells, rate
 from specdec.policy import auto_policy, steps, table
 from specdec.policy.catalogue import DraftTimes
 from specdec.policy.table import Table, probability

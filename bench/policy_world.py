@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from specdec.bench.event_simulation import Node, Scenario, Simulation, Stream
+from bench.event_simulation import Node, Scenario, Simulation, Stream
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Policy, Prediction
 from specdec.protocol.records import RoundRecord, RoundTimes, RoundTokens, TargetStep, TreeUse

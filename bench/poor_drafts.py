@@ -26,16 +26,17 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from specdec.bench.bars import add_check_flag, as_json, conclude
-from specdec.bench.concurrency import ratio_in_turns
-from specdec.bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
-from specdec.bench.pipeline.bars import never_slower
-from specdec.bench.pipeline.measurements import Ratio
-from specdec.bench.pipeline.placement import Placed, description, placed
-from specdec.bench.pipeline.samples import TIMEOUT_S, measure
-from specdec.bench.pipeline.variants import AUTO, RULES_DEFAULT, Variant, request_of
-from specdec.bench.streams import ADAPTED_S, rate_between
+from bench.bars import add_check_flag, as_json, conclude
+from bench.concurrency import ratio_in_turns
+from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
+from bench.harness import DRAFT_MODEL, heldout_prompts
+from bench.pipeline.bars import never_slower
+from bench.pipeline.measurements import Ratio
+from bench.pipeline.placement import Placed, description, placed
+from bench.pipeline.samples import TIMEOUT_S, measure
+from bench.pipeline.variants import AUTO, RULES_DEFAULT, Variant, request_of
+from bench.streams import ADAPTED_S, rate_between
+from specdec.client.run import Run
 from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.errors import SpecdecError
 from specdec.launch.children import Child
@@ -88,11 +89,7 @@ def rate_in_trouble(
     requested_s = time.perf_counter()
     changing.start()
     try:
-        deltas = [
-            (time.perf_counter(), len(response.delta.token_ids))
-            for response in stub.Generate(request, timeout=TIMEOUT_S)
-            if response.HasField("delta")
-        ]
+        deltas = Run.of(stub.Generate(request, timeout=TIMEOUT_S)).deltas
     finally:
         changing.cancel()
         is_over.set()

@@ -14,15 +14,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.harness import TARGET_MODEL, heldout_prompts, running
+from bench.harness import TARGET_MODEL, heldout_prompts, running
+from specdec.client.request import make_request
+from specdec.client.run import Run
 from specdec.errors import SpecdecError
-from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 LENGTHS = (64, 100, 128, 200, 256, 300, 384, 480)  # multiples of a block, and others
@@ -66,19 +68,10 @@ def time_to_first_token(
     stub: pb_grpc.CoordinatorServiceStub, prompt: Sequence[int], salt: str
 ) -> tuple[float, int, tuple[int, ...]]:
     """(milliseconds by the coordinator's clock, tokens found, output tokens) of one greedy request without a draft."""
-    request = pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=prompt),
-        sampling=pb.SamplingParams(max_tokens=OUTPUT_COUNT, temperature=0, ignore_eos=True),
-        speculative=pb.SpeculativePolicy(enabled=False),
-        cache_salt=salt,
-    )
-    tokens: list[int] = []
-    for response in stub.Generate(request):
-        tokens += response.delta.token_ids
-        if response.HasField("finished"):
-            found = response.finished.statistics
-            return found.time.time_to_first_token_s * 1e3, found.cached_prompt_tokens, tuple(tokens)
-    raise SpecdecError("the stream ended without an end")
+    own: dict[str, Any] = {"max_tokens": OUTPUT_COUNT, "temperature": 0, "ignore_eos": True}
+    run = Run.of(stub.Generate(make_request(prompt, cache_salt=salt, enabled=False, **own)))
+    found = run.statistics
+    return found.time.time_to_first_token_s * 1e3, found.cached_prompt_tokens, tuple(run.token_ids)
 
 
 def measure(dtype: str, lengths: Sequence[int], repeats: int, threads: int) -> Iterator[PrefixMeasurement]:

@@ -1,4 +1,4 @@
-"""Processes as the kernel sees them: CPU time used, by one or by all of the machine, and priority."""
+"""Processes of benchmarks: their command lines, and, as the kernel sees them, CPU time and priority."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import os
 import time
 from pathlib import Path
 
+from specdec.launch.children import python_command
+
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SCHEDULED_CLOCK = 2  # CPUCLOCK_SCHED of the kernel: to the nanosecond, where /proc counts ticks of 10 ms
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Returns the command line of a process that runs a module of the checkout, in whatever folder it is started."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return ["env", f"PYTHONPATH={path}", *python_command("-m", module, *arguments)]
 
 
 def cpu_seconds(pid: int) -> float:

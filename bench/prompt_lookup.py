@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from specdec.bench.assisted import PAD_TOKEN_ID, Clock
+from bench.assisted import PAD_TOKEN_ID, Clock
 
 NUM_TOKENS = (3, 5, 10, 20, 32)
 Model = Any  # a causal model of `transformers`, whose own types do not know that it generates

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specdec.bench.network.machines import Machine
+from bench.network.machines import Machine
 from specdec.errors import ConfigError
 from specdec.launch.children import python_command
 

@@ -31,13 +31,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
-from specdec.bench.network.machines import emulated
-from specdec.bench.network.namespaces import why_unusable
-from specdec.bench.ray_machines import HEAD, RayMachines
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
+from bench.network.machines import emulated
+from bench.network.namespaces import why_unusable
+from bench.ray_machines import HEAD, RayMachines
+from specdec.client.request import make_request
 from specdec.config import DraftSettings
 from specdec.launch.children import start
-from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 LARGE, SMALL = "large", "small"
@@ -75,8 +75,7 @@ class Restarts:
 
     def generate(self, token_count: int = TOKEN_COUNT, act: Callable[[], object] = lambda: None) -> tuple[str, int]:
         """A text, and how many draft tokens it was offered; `act` is called at the first delta. Raises RpcError."""
-        sampling = pb.SamplingParams(max_tokens=token_count, temperature=0, ignore_eos=True)
-        request = pb.GenerateRequest(text=PROMPT, sampling=sampling)
+        request = make_request(PROMPT, max_tokens=token_count, temperature=0, ignore_eos=True)
         text, acted, offered = "", False, 0
         with channel_to(self.coordinator_host, COORDINATOR_PORT) as channel:
             for response in pb_grpc.CoordinatorServiceStub(channel).Generate(request, timeout=60):

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.harness import heldout_prompts, running
-from specdec.v1 import coordinator_service_pb2 as pb
+from bench.harness import heldout_prompts, running
+from specdec.client.request import make_request
+from specdec.client.run import Run
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
-from specdec.v1 import types_pb2 as types_pb
 
 RULES: dict[str, dict[str, Any]] = {
     "GREEDY, temperature 0": {"temperature": 0.0},
@@ -36,32 +36,27 @@ RULES: dict[str, dict[str, Any]] = {
 PARTS = ("draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
 
 
-def named_rule(sampling: dict[str, Any]) -> Any:
-    """The wire's number of the rule that sampling parameters of RULES stand for: unseeded, the server would choose."""
-    is_drawn = sampling["temperature"] > 0 and "seed" not in sampling
-    return types_pb.RULE_REJECTION if is_drawn else types_pb.RULE_UNSPECIFIED
+def named_rule(sampling: dict[str, Any]) -> str | None:
+    """The rule that sampling parameters of RULES stand for, where it must be named: unseeded, the server would
+    choose."""
+    return "rejection" if sampling["temperature"] > 0 and "seed" not in sampling else None
 
 
 def measure(
     stub: pb_grpc.CoordinatorServiceStub, prompt: str, rule: str, draft_length: int, max_tokens: int
 ) -> dict[str, float]:
     """One generation: tokens/s after the first token, acceptance, bytes, and milliseconds a round by part."""
-    request = pb.GenerateRequest(
-        text=prompt,
-        sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True, **RULES[rule]),
-        speculative=pb.SpeculativePolicy(
-            policy=pb.POLICY_FIXED, num_speculative_tokens=draft_length, rule=named_rule(RULES[rule])
-        ),
-    )
-    *_, last = stub.Generate(request, timeout=300)
-    counts = last.finished.statistics
+    own = {"max_tokens": max_tokens, "ignore_eos": True, "rule": named_rule(RULES[rule]), **RULES[rule]}
+    request = make_request(prompt, policy="fixed", num_speculative_tokens=draft_length, **own)
+    run = Run.of(stub.Generate(request, timeout=300))
+    counts, token_count = run.statistics, len(run.token_ids)
     seconds = counts.time.total_s - counts.time.time_to_first_token_s
     measurements = {
-        "tokens_per_s": (last.finished.usage.output_tokens - 1) / seconds,
+        "tokens_per_s": (token_count - 1) / seconds,
         "draft_tokens": counts.num_draft_tokens,
         "accepted_tokens": counts.num_accepted_draft_tokens,
         "spec_steps": counts.num_spec_steps,
-        "draft_bytes_per_token": counts.draft_link_bytes / last.finished.usage.output_tokens,
+        "draft_bytes_per_token": counts.draft_link_bytes / token_count,
     }
     return measurements | {part: getattr(counts.time, part) / counts.rounds * 1e3 for part in PARTS}
 

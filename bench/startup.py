@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.launch.children import Child, python_command
 
 LARGE_NAME = "135M"
@@ -67,7 +67,7 @@ def make_large_model(folder: Path) -> Path:
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
 
-    from specdec.bench.gpu_models import Shape, plain_model
+    from bench.gpu_models import Shape, plain_model
 
     shape = Shape(LARGE_NAME, 576, 30, 9, 3, 1536, 49152, is_tied=True, positions=2048)
     plain_model(shape, torch.device("cpu"), torch.bfloat16).save_pretrained(folder)

@@ -8,14 +8,16 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import grpc
 
-from specdec.bench.pipeline.placement import Placed
-from specdec.bench.pipeline.variants import Variant, request_of
-from specdec.bench.processes import cpu_seconds
+from bench.pipeline.placement import Placed
+from bench.pipeline.variants import Variant, request_of
+from bench.processes import cpu_seconds
+from specdec.client.events import event_of
+from specdec.client.run import Run, acceptance_of
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
@@ -24,16 +26,12 @@ ADAPTED_S = 2.0  # after a change of load: by then a policy has adapted
 PROMPT_CHARACTERS = 200  # of a prompt: decoding is measured, not prefill
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One generation as its client saw it: the time of the request, times and token counts of deltas, times and bytes
-    of messages of all kinds."""
+@dataclass(slots=True)
+class Stream(Run):
+    """One generation as its client saw it: the time of the request, times and bytes of messages of all kinds."""
 
-    requested_s: float
-    deltas: tuple[tuple[float, int], ...]
-    finished: pb.Finished
-    messages: tuple[tuple[float, int], ...] = ()
-    token_ids: tuple[int, ...] = ()
+    requested_s: float = field(default_factory=time.perf_counter)
+    messages: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def first_s(self) -> float:
@@ -62,20 +60,11 @@ class Block:
 
 async def read(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest) -> Stream:
     """Runs one generation."""
-    requested_s = time.perf_counter()
-    deltas: list[tuple[float, int]] = []
-    messages: list[tuple[float, int]] = []
-    token_ids: list[int] = []
-    finished = pb.Finished()
+    stream = Stream()
     async for response in stub.Generate(request, timeout=600):
-        now_s = time.perf_counter()
-        messages.append((now_s, response.ByteSize()))
-        if response.HasField("delta"):
-            deltas.append((now_s, len(response.delta.token_ids)))
-            token_ids += response.delta.token_ids
-        elif response.HasField("finished"):
-            finished = response.finished
-    return Stream(requested_s, tuple(deltas), finished, tuple(messages), tuple(token_ids))
+        stream.messages.append((time.perf_counter(), response.ByteSize()))
+        stream.take(event_of(response))
+    return stream
 
 
 async def run_streams(
@@ -133,11 +122,9 @@ def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) 
     deltas = [delta for stream in streams for delta in stream.deltas]
     tokens = sum(count for _, count in deltas)
     gaps_s = [b - a for stream in streams for (a, _), (b, _) in zip(stream.deltas, stream.deltas[1:])]
-    counts = [stream.finished.statistics for stream in streams]
+    counts = [stream.statistics for stream in streams]
     rounds = sum(own.rounds for own in counts)
-    per_token_s = [
-        (stream.last_s - stream.first_s) / sum(count for _, count in stream.deltas[1:]) for stream in streams
-    ]
+    per_token_s = [stream.seconds / stream.timed_tokens for stream in streams]
     return Block(
         variant=variant,
         tokens_per_s=rate_between(deltas, began_s, ended_s),
@@ -146,8 +133,7 @@ def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) 
         gap_p99_ms=sorted(gaps_s)[int(0.99 * (len(gaps_s) - 1))] * 1e3,
         step_sessions=sum(own.step_sessions for own in counts) / rounds,
         active_sessions=sum(own.active_sessions for own in counts) / rounds,
-        acceptance=sum(own.num_accepted_draft_tokens for own in counts)
-        / max(1, sum(own.num_draft_tokens for own in counts)),
+        acceptance=acceptance_of(counts)[0],
         rounds_off=sum(own.num_rounds_off for own in counts) / rounds,
         coordinator_us_per_token=coordinator_cpu_s / tokens * 1e6,
     )

@@ -25,15 +25,15 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.bench.harness import TARGET_MODEL
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.harness import TARGET_MODEL
+from bench.processes import module_command
 from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.interface import CausalModel, Chunk, RaggedBatch
 from specdec.engine.loading.model import load_model
 from specdec.engine.parallel.group import Ending
 from specdec.engine.parallel.place import RankPlace, listen
 from specdec.engine.parallel.rank import ModelSource, load_leader, run_follower
-from specdec.launch.children import python_command
 
 SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11}  # 82 million weights
 TINY_SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1}
@@ -165,7 +165,7 @@ class Ranks:
 
     def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
         numbers = map(str, (rank, self.variant.rank_count, port, self.variant.thread_count))
-        command = python_command("-m", "specdec.bench.tensor_parallel", "--work", str(self._folder), *numbers)
+        command = module_command("bench.tensor_parallel", "--work", str(self._folder), *numbers)
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _answer(self) -> Any:

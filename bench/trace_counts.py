@@ -22,12 +22,13 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from specdec.bench import harness
-from specdec.bench.otlp_receiver import Receiver
-from specdec.bench.rounds import table_models
+from bench import harness
+from bench.otlp_receiver import Receiver
+from bench.processes import module_command
+from bench.rounds import table_models
+from specdec.client.request import make_request
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tracing import RequestTrace
-from specdec.launch.children import python_command
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.events import Concluded, Event, Ready, TargetFound
 from specdec.protocol.items import Trace, VerificationResult
@@ -40,7 +41,6 @@ from specdec.protocol.types import FinishReason, ResolvedSamplingParams, Rule, S
 from specdec.replica.metrics import ReplicaMetrics
 from specdec.rpc.stamps import Stamps
 from specdec.telemetry.open_tracing import open_tracing
-from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 TOLD_ROUND_COUNT, TRY_COUNT = 8_000, 5
@@ -63,7 +63,7 @@ def variables(added: dict[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def collector() -> Iterator[str]:
     """A collector in a process of its own; yields its endpoint."""
-    command = python_command("-m", "specdec.bench.otlp_receiver")
+    command = module_command("bench.otlp_receiver")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -176,11 +176,7 @@ def count_spans(console: Console) -> None:
 
 def spans_of(stub: pb_grpc.CoordinatorServiceStub, receiver: Receiver, round_count: int) -> tuple[str, str, str]:
     """Runs one generation, cancelled after `round_count` rounds, and counts its spans."""
-    request = pb.GenerateRequest()
-    request.token_ids.ids.extend([1, 2, 3])
-    request.sampling.max_tokens = POSITIONS - 3
-    request.sampling.ignore_eos = True
-    request.sampling.seed = 1
+    request = make_request([1, 2, 3], max_tokens=POSITIONS - 3, ignore_eos=True, seed=1)
     call = stub.Generate(request, timeout=600)
     trace_id, count = b"", 0
     for response in call:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec.bench.plot import require
+from bench.plot import require
 from specdec.cli.trace_view import FOLD_FROM
 from specdec.errors import ConfigError, SpecdecError
 from specdec.traces.reader import Line, TraceTree, resource_spans, spans_of

@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench import harness
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.processes import cpu_seconds
-from specdec.bench.rounds import table_models
-from specdec.bench.trace_counts import (
+from bench import harness
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.processes import cpu_seconds
+from bench.rounds import table_models
+from bench.trace_counts import (
     POSITIONS,
     VOCABULARY_SIZE,
     collector,
@@ -45,7 +45,7 @@ from specdec.bench.trace_counts import (
     traced_us,
     variables,
 )
-from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.client.request import make_request
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 OFF, ALL = "off", "100 %"
@@ -80,10 +80,7 @@ async def run_streams(address: str, load: Load, share: float) -> int:
     """One stream per prompt, all at once, a `share` of the requests sampled; returns the tokens of all."""
 
     async def read(stub: pb_grpc.CoordinatorServiceStub, prompt: str) -> int:
-        request = pb.GenerateRequest(text=prompt)
-        request.sampling.max_tokens = load.max_tokens
-        request.sampling.temperature = 0.0
-        request.sampling.ignore_eos = True
+        request = make_request(prompt, max_tokens=load.max_tokens, temperature=0.0, ignore_eos=True)
         count = 0
         for _ in range(load.requests_per_stream):
             flag = int(random.random() < share)

@@ -28,11 +28,11 @@ from rich.progress import track
 from rich.table import Table
 from transformers.generation import candidate_generator
 
+from bench.harness import DRAFT_MODEL, heldout_prompts
 from specdec.advise.agreement import Reader, own_tokens
 from specdec.advise.forecast import Estimate, resampled, share
 from specdec.advise.measuring import EVERYTHING, Text, written
 from specdec.advise.serving import observe, served
-from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
 from specdec.engine.loading.model import load_model, load_offline_target
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import SpecdecError

@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specdec.bench.holdings import ROOT, Holding, holdings, is_own_kind, is_product
+from bench.holdings import ROOT, Holding, holdings, is_own_kind, is_product
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.coordinator.service import run as run_coordinator
 from specdec.draft_service.service import run as run_draft

@@ -1,5 +1,5 @@
-"""The embedded default pair and how it was made (README.md beside this file).
+"""How the embedded pair, `specdec/embedded`, was made (README.md beside this file).
 
-`target/` and `draft/` are model folders; the modules are the recipe: `data`, `tokenizer`, `train_target`,
+The modules are the recipe: `data`, `tokenizer`, `train_target`,
 `distill_draft`, `evaluate`, in this order. Nothing that serves imports them.
 """

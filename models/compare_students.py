@@ -23,16 +23,16 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from models.console import run_command
+from models.distill_draft import settings_of
+from models.sizes import SIZES
 from specdec.distill.command import distill
 from specdec.distill.learners import DraftLearner, losses_of
 from specdec.distill.losses import Labels
 from specdec.distill.training import Batch
 from specdec.errors import ConfigError
-from specdec.models.console import run_command
-from specdec.models.distill_draft import settings_of
-from specdec.models.sizes import SIZES
+from specdec.folders import EMBEDDED_MODELS
 
-FOLDER = Path(__file__).parent
 REFERENCE, FILTERED = "1 layer, KL", "tokens behind the reference"
 COLUMNS = ("GREEDY 0", "COUPLED 0.7", "REJECTION 0.7", "COUPLED 1", "REJECTION 1")
 LEARNED_SHARE = 0.4  # of the tokens, as in the paper
@@ -118,7 +118,9 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m models.compare_students", description=__doc__)
     options.add_argument("--data", type=Path, required=True, help="folder models.data wrote")
     options.add_argument("--out", type=Path, required=True, help="folder of texts and students; finished ones are kept")
-    options.add_argument("--target", type=Path, default=FOLDER / "target", help="model folder (default: the shipped)")
+    options.add_argument(
+        "--target", type=Path, default=EMBEDDED_MODELS / "target", help="model folder (default: shipped)"
+    )
     options.add_argument("--size", choices=SIZES, default="full", help="of the target (default: %(default)s)")
     options.add_argument("--text-count", type=int, default=2048, help="texts to learn (default: %(default)s)")
     options.add_argument("--text-tokens", type=int, default=128, help="of a text, at most (default: %(default)s)")

@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from models.console import progress_over, run_command
+from models.sizes import SIZES, Size
+from models.sources import SOURCES, Source, source_files, source_folders
 from specdec.errors import ConfigError
-from specdec.models.console import progress_over, run_command
-from specdec.models.sizes import SIZES, Size
-from specdec.models.sources import SOURCES, Source, source_files, source_folders
+from specdec.folders import EMBEDDED_MODELS
 
-PROMPTS_FILE = Path(__file__).parent / "heldout_prompts.jsonl"
+PROMPTS_FILE = EMBEDDED_MODELS / "heldout_prompts.jsonl"
 CHARACTERS_MIN, CHARACTERS_MAX = 200, 200_000  # below there is nothing to learn, above are tables
 LINE_MAX = 400  # longer lines are data
 TELLING_LINE_MIN = 20  # shorter lines ("return False") stand in many files and tell nothing

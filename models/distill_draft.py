@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from models.console import run_command
+from models.data import read_corpus
+from models.sizes import SIZES, Size
 from specdec.distill.command import distill
 from specdec.distill.settings import DistillSettings
-from specdec.models.console import run_command
-from specdec.models.data import read_corpus
-from specdec.models.sizes import SIZES, Size
 
 EVALUATIONS = 16  # of a run
 

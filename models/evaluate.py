@@ -19,18 +19,18 @@ from rich.table import Table
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from models.console import run_command
+from models.data import PROMPTS_FILE, read_prompts
+from models.tokenizer import END_TOKEN_ID, load_tokenizer, read_tokens
+from models.training import heldout_loss
 from specdec.advise.forecast import Estimate
 from specdec.advise.measuring import EVERYTHING, readings_of, written
 from specdec.advise.report import cells_of
 from specdec.engine.loading.model import load_offline_target
 from specdec.engine.loading.model_folder import open_model_folder, shown_name
 from specdec.errors import ConfigError
-from specdec.models.console import run_command
-from specdec.models.data import PROMPTS_FILE, read_prompts
-from specdec.models.tokenizer import END_TOKEN_ID, load_tokenizer, read_tokens
-from specdec.models.training import heldout_loss
+from specdec.folders import EMBEDDED_MODELS
 
-FOLDER = Path(__file__).parent
 TEMPERATURES = "0,0.7,1"
 SEQUENCE_LENGTH = 512
 
@@ -114,8 +114,12 @@ def show(measurements: dict[str, Any]) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     options = argparse.ArgumentParser(prog="python -m models.evaluate", description=__doc__)
-    options.add_argument("--target", type=Path, default=FOLDER / "target", help="model folder (default: the shipped)")
-    options.add_argument("--draft", type=Path, default=FOLDER / "draft", help="model folder (default: the shipped)")
+    options.add_argument(
+        "--target", type=Path, default=EMBEDDED_MODELS / "target", help="model folder (default: shipped)"
+    )
+    options.add_argument(
+        "--draft", type=Path, default=EMBEDDED_MODELS / "draft", help="model folder (default: shipped)"
+    )
     options.add_argument("--data", type=Path, help="folder with held-out tokens; without it no heldout_loss")
     options.add_argument("--prompts", type=Path, default=PROMPTS_FILE, help="prompts file (default: the shipped)")
     options.add_argument("--prompt-count", type=int, default=24, help="texts to write (default: %(default)s)")

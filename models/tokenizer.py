@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from models.console import progress_over, run_command
+from models.data import SourceFile, read_corpus
+from models.sizes import SIZES, Size
 from specdec.errors import ConfigError
-from specdec.models.console import progress_over, run_command
-from specdec.models.data import SourceFile, read_corpus
-from specdec.models.sizes import SIZES, Size
 
 END_TOKEN = "<|end|>"
 END_TOKEN_ID = 0

@@ -10,11 +10,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec.errors import ConfigError
-from specdec.models.console import run_command
-from specdec.models.sizes import SIZES
-from specdec.models.tokenizer import SPLITS, load_tokenizer, read_tokens
-from specdec.models.training import (
+from models.console import run_command
+from models.sizes import SIZES
+from models.tokenizer import SPLITS, load_tokenizer, read_tokens
+from models.training import (
     add_run_options,
     build_model,
     run_settings,
@@ -22,6 +21,7 @@ from specdec.models.training import (
     show_report,
     train,
 )
+from specdec.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

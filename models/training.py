@@ -21,11 +21,11 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from models.console import progress_bar
+from models.sizes import SIZES, Size
+from models.tokenizer import END_TOKEN_ID
 from specdec.distill.training import GRADIENT_NORM_MAX, learning_rate_share, make_optimizer
 from specdec.errors import ConfigError
-from specdec.models.console import progress_bar
-from specdec.models.sizes import SIZES, Size
-from specdec.models.tokenizer import END_TOKEN_ID
 
 
 @dataclass(frozen=True, slots=True)

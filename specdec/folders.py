@@ -14,9 +14,10 @@ from typing import Any
 
 from specdec.errors import ModelRefused, one_line
 
-EMBEDDED_MODELS = Path(__file__).resolve().parent / "models"
+EMBEDDED_MODELS = Path(__file__).resolve().parent / "embedded"
 CHAT_MODEL = "smollm2-135m-instruct"  # of the extra `chat`; converted into the cache folder at its first use
 CHAT_DRAFT = EMBEDDED_MODELS / "smollm2-draft"
+PROMPTS, CHAT_PROMPTS = EMBEDDED_MODELS / "heldout_prompts.jsonl", EMBEDDED_MODELS / "chat_prompts.jsonl"
 TOKENIZER_BYTES_MAX = 256 << 20  # those of large vocabularies take tens of megabytes
 JSON_BYTES_MAX = 32 << 20  # of any other file: the index of a large model's weights takes ten megabytes
 LFS_START = b"version https://git-lfs.github.com/"
@@ -113,6 +114,13 @@ def read_text(file: Path, bytes_max: int = JSON_BYTES_MAX) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelRefused(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def heldout_prompts(file: Path = PROMPTS) -> dict[int, str]:
+    """Returns the prompts of a file beside the embedded pair, on none of which it was trained, by id. Raises
+    ModelRefused without the file."""
+    entries = [parse_json(file, line) for line in read_text(file).splitlines()]
+    return {entry["id"]: entry["prompt"] for entry in entries}
 
 
 def parse_json(file: Path, text: str) -> dict[str, Any]:

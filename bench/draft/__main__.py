@@ -24,15 +24,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.bench.draft.alone import DraftAlone
-from specdec.bench.draft.bare import BareLoop
-from specdec.bench.draft.delivery import Delivery
-from specdec.bench.draft.reader import SPARE_TOKENS, texts_of
-from specdec.bench.harness import DRAFT_MODEL
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.pipeline.placement import processor_name
-from specdec.bench.pipeline.variants import RULES_DEFAULT, rule_of
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.draft.alone import DraftAlone
+from bench.draft.bare import BareLoop
+from bench.draft.delivery import Delivery
+from bench.draft.reader import SPARE_TOKENS, texts_of
+from bench.harness import DRAFT_MODEL
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.pipeline.placement import processor_name
+from bench.pipeline.variants import RULES_DEFAULT, rule_of
 from specdec.errors import SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.rpc.process import set_startup_objects_aside

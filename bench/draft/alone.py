@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from specdec.bench.draft.reader import SPARE_TOKENS, Reader, texts_of
+from bench.draft.reader import SPARE_TOKENS, Reader, texts_of
 from specdec.config import DraftSettings
 from specdec.draft_service.service import DRAFT
 from specdec.engine.loading.model import load_model

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.draft.reader import Reader
-from specdec.bench.event_loop import new_event_loop
+from bench.draft.reader import Reader
+from bench.event_loop import new_event_loop
 from specdec.config import DraftSettings, TlsSettings
 from specdec.coordinator.peers import Draft
 from specdec.errors import SpecdecError

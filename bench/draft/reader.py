@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
-from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
+from bench.harness import DRAFT_MODEL, heldout_prompts
 from specdec.protocol.items import Commit, DraftItem, Extend, Nodes, Open
 from specdec.protocol.types import ResolvedSamplingParams
 

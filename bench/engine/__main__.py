@@ -20,14 +20,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from specdec.bench import deepened, plot
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.bench.engine import tables
-from specdec.bench.engine.bandwidth import LARGE_BYTES, Reader
-from specdec.bench.engine.picture import picture
-from specdec.bench.engine.products import ProductMeasurement, measure_products
-from specdec.bench.engine.sampler import VOCABULARIES, SamplerMeasurement, measure_sampler
-from specdec.bench.engine.steps import (
+from bench import deepened, plot
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.engine import tables
+from bench.engine.bandwidth import LARGE_BYTES, Reader
+from bench.engine.picture import picture
+from bench.engine.products import ProductMeasurement, measure_products
+from bench.engine.sampler import VOCABULARIES, SamplerMeasurement, measure_sampler
+from bench.engine.steps import (
     CONTEXTS,
     ROWS,
     SEQUENCES,
@@ -35,8 +35,8 @@ from specdec.bench.engine.steps import (
     measure_steps,
     shapes_of,
 )
-from specdec.bench.engine.streams import STREAMS, StreamMeasurement, measure_streams
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
+from bench.engine.streams import STREAMS, StreamMeasurement, measure_streams
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.errors import SpecdecError
 

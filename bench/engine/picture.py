@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.bench import plot
-from specdec.bench.engine.steps import StepMeasurement
-from specdec.bench.engine.streams import StreamMeasurement
+from bench import plot
+from bench.engine.steps import StepMeasurement
+from bench.engine.streams import StreamMeasurement
 
 LIMIT = {"color": "#555555", "linewidth": 1.0, "linestyle": "--", "label": "memory limit"}
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.bench.engine.bandwidth import Reader, limit_ms, step_bytes
+from bench.engine.bandwidth import Reader, limit_ms, step_bytes
 from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.transformers_model import TransformersModel

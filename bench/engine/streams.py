@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.bench.engine.steps import BLOCK_SIZE
+from bench.engine.steps import BLOCK_SIZE
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.scheduling.feed import Feed, StepTiming

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from specdec.bench.engine.products import ProductMeasurement
-from specdec.bench.engine.sampler import SamplerMeasurement
-from specdec.bench.engine.steps import StepMeasurement
-from specdec.bench.engine.streams import StreamMeasurement, gain
+from bench.engine.products import ProductMeasurement
+from bench.engine.sampler import SamplerMeasurement
+from bench.engine.steps import StepMeasurement
+from bench.engine.streams import StreamMeasurement, gain
 
 LEFT = ("model", "type", "rule", "context")
 

@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 
-from specdec.bench.network.machines import Network
+from bench.network.machines import Network
 
 ANSWER_TIMEOUT_S = 5.0
 

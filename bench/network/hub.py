@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 
-from specdec.bench.network import namespaces
-from specdec.bench.network.namespaces import Tun
-from specdec.bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
+from bench.network import namespaces
+from bench.network.namespaces import Tun
+from bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
 
 MTU_DEFAULT = 1500
 PACKET_COUNT_MAX = 64  # read from one machine before the others get their turn

@@ -13,16 +13,12 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-import specdec
-from specdec.bench.network import namespaces
-from specdec.bench.processes import cpu_seconds
+from bench.network import namespaces
+from bench.processes import cpu_seconds, module_command
 from specdec.errors import ConfigError
-from specdec.launch.children import python_command
 
-ROOT = Path(specdec.__file__).resolve().parents[1]  # of the checkout, or the folder of installed packages
 LOOPBACK = "127.0.0.1"
 STOP_GRACE_S = 5.0
 
@@ -87,8 +83,7 @@ class Emulator:
     def __init__(self, module: str, arguments: Sequence[str], cores: Sequence[int]) -> None:
         """Starts it and waits for READY. ConfigError when it ends instead; its own sentence is on standard error."""
         self._process = subprocess.Popen(
-            python_command("-m", module, *arguments),
-            cwd=ROOT,
+            module_command(module, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -189,7 +184,7 @@ class ProxyNetwork:
         if (pair, address) not in self._proxies:
             delay = f"{self._delays_ms.get(pair, 0.0):.6f}"
             arguments = ["--to", address, "--delay", delay]
-            self._proxies[pair, address] = Emulator("specdec.bench.network.proxy", arguments, self._own_cores)
+            self._proxies[pair, address] = Emulator("bench.network.proxy", arguments, self._own_cores)
         return self._proxies[pair, address].ready.split()[1]
 
     def _pair(self, first: str, second: str) -> frozenset[str]:

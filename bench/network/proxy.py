@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 
-from specdec.bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
+from bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
 
 READ_BYTES = 1 << 16
 UNDER_WAY_BYTES_MAX = 16 << 20  # of one direction: 100 ms at more than a gigabit, then the sender is held back

@@ -23,16 +23,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from specdec.bench import deepened, plot
-from specdec.bench.bars import add_check_flag, conclude
-from specdec.bench.bars import as_json as bars_as_json
-from specdec.bench.harness import heldout_prompts
-from specdec.bench.pipeline import ranks, simulated
-from specdec.bench.pipeline.bars import bars_of
-from specdec.bench.pipeline.placement import OTHERS, description, placed
-from specdec.bench.pipeline.sweep import Cell, Effort, Sweep, cells
-from specdec.bench.pipeline.tables import rate_table, share_table, simulator_table, speculation_table, step_table
-from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, RULES, RULES_DEFAULT, TREE, Variant, variants_of
+from bench import deepened, plot
+from bench.bars import add_check_flag, conclude
+from bench.bars import as_json as bars_as_json
+from bench.harness import heldout_prompts
+from bench.pipeline import ranks, simulated
+from bench.pipeline.bars import bars_of
+from bench.pipeline.placement import OTHERS, description, placed
+from bench.pipeline.sweep import Cell, Effort, Sweep, cells
+from bench.pipeline.tables import rate_table, share_table, simulator_table, speculation_table, step_table
+from bench.pipeline.variants import AUTO, CHAIN, OFF, RULES, RULES_DEFAULT, TREE, Variant, variants_of
 from specdec.errors import SpecdecError
 
 RTTS_MS = (0.0, 1.0, 5.0, 10.0, 20.0, 50.0, 100.0)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from specdec.bench.bars import Bar, worst_of
-from specdec.bench.pipeline.measurements import Ratio, geometric_mean
-from specdec.bench.pipeline.sweep import Cell
-from specdec.bench.pipeline.variants import AUTO, OFF, TREE
+from bench.bars import Bar, worst_of
+from bench.pipeline.measurements import Ratio, geometric_mean
+from bench.pipeline.sweep import Cell
+from bench.pipeline.variants import AUTO, OFF, TREE
 
 OF_OFF, OF_BEST_FIXED = 0.98, 0.97
 

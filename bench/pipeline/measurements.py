@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from specdec.bench.pipeline.samples import Sample
+from bench.pipeline.samples import Sample
 
 CONFIDENCE = 0.95
 

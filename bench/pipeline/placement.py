@@ -18,11 +18,11 @@ from typing import Any
 
 import grpc
 
-from specdec.bench.harness import DRAFT_MODEL, Services, running
-from specdec.bench.network.echo import median_rtt_ms
-from specdec.bench.network.machines import Network, emulated
-from specdec.bench.pipeline.variants import AUTO, Variant
-from specdec.bench.processes import cpu_seconds, machine_cpu_seconds, set_priority
+from bench.harness import DRAFT_MODEL, Services, running
+from bench.network.echo import median_rtt_ms
+from bench.network.machines import Network, emulated
+from bench.pipeline.variants import AUTO, Variant
+from bench.processes import cpu_seconds, machine_cpu_seconds, set_priority
 from specdec.launch.children import Child
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 

@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
+from bench.pipeline.variants import rule_of
 from specdec.advise.agreement import Reader
 from specdec.advise.measuring import EVERYTHING, Text, written
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
-from specdec.bench.pipeline.variants import rule_of
 from specdec.decoding.proposal import Proposal, ProposalRequest, propose
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.loading.model import load_model

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from specdec.bench.pipeline.variants import Variant, request_of
-from specdec.v1 import coordinator_service_pb2 as pb
+from bench.pipeline.variants import Variant, request_of
+from specdec.client.run import Run
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 TIMEOUT_S = 600.0
@@ -77,22 +77,13 @@ def measure(
     max_tokens: int,
 ) -> Sample:
     """Runs one generation. Raises grpc.RpcError."""
-    prompt_id, text = prompt
-    token_ids: list[int] = []
-    finished = pb.Finished()
-    for response in stub.Generate(request_of(variant, rule, text, max_tokens), timeout=TIMEOUT_S):
-        if response.HasField("delta"):
-            token_ids += response.delta.token_ids
-        elif response.HasField("finished"):
-            finished = response.finished
-    return sample_of(finished, variant.name, rule, rtt_ms, prompt_id, token_ids)
+    run = Run.of(stub.Generate(request_of(variant, rule, prompt[1], max_tokens), timeout=TIMEOUT_S))
+    return sample_of(run, variant.name, rule, rtt_ms, prompt[0])
 
 
-def sample_of(
-    finished: pb.Finished, variant: str, rule: str, rtt_ms: float, prompt_id: int, token_ids: list[int]
-) -> Sample:
-    """Returns the sample of a finished generation."""
-    counts, time = finished.statistics, finished.statistics.time
+def sample_of(run: Run, variant: str, rule: str, rtt_ms: float, prompt_id: int) -> Sample:
+    """Returns the sample of an ended generation."""
+    counts, time, token_ids = run.statistics, run.statistics.time, run.token_ids
     seconds = time.total_s - time.time_to_first_token_s
     per_round_ms = 1e3 / max(1, counts.rounds)
     return Sample(

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from specdec.bench.deepened import load, step_times_ms
-from specdec.bench.draft.alone import draft_steps_ms
-from specdec.bench.event_simulation import Scenario, simulate
-from specdec.bench.harness import DRAFT_MODEL
-from specdec.bench.pipeline.measurements import by_variant, hazards
-from specdec.bench.pipeline.ranks import Ranks
-from specdec.bench.pipeline.sweep import Cell
-from specdec.bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant, rule_of
+from bench.deepened import load, step_times_ms
+from bench.draft.alone import draft_steps_ms
+from bench.event_simulation import Scenario, simulate
+from bench.harness import DRAFT_MODEL
+from bench.pipeline.measurements import by_variant, hazards
+from bench.pipeline.ranks import Ranks
+from bench.pipeline.sweep import Cell
+from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant, rule_of
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.types import ResolvedSamplingParams
 from specdec.rpc.process import set_startup_objects_aside

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from specdec.bench.pipeline.measurements import (
+from bench.pipeline.measurements import (
     Measurements,
     Ratio,
     by_variant,
@@ -19,9 +19,9 @@ from specdec.bench.pipeline.measurements import (
     paired_gain,
     ratio_of,
 )
-from specdec.bench.pipeline.placement import Placed
-from specdec.bench.pipeline.samples import Sample, measure
-from specdec.bench.pipeline.variants import AUTO, OFF, Variant, is_reproducible
+from bench.pipeline.placement import Placed
+from bench.pipeline.samples import Sample, measure
+from bench.pipeline.variants import AUTO, OFF, Variant, is_reproducible
 
 RATIO_SUSPECT = 0.98
 Advance = Callable[[float], None]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from specdec.bench.pipeline.measurements import Measurements
-from specdec.bench.pipeline.simulated import CEILING, Steps
-from specdec.bench.pipeline.sweep import Cell
-from specdec.bench.pipeline.variants import AUTO, OFF, TREE, Variant
+from bench.pipeline.measurements import Measurements
+from bench.pipeline.simulated import CEILING, Steps
+from bench.pipeline.sweep import Cell
+from bench.pipeline.variants import AUTO, OFF, TREE, Variant
 
 
 def rate_table(rule: str, cells: Sequence[Cell], variants: Sequence[Variant]) -> Table:

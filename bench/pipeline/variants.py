@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.bench import rounds
+from bench import rounds
+from specdec.client.request import make_request
 from specdec.protocol.types import Rule
-from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1.coordinator_service_pb2 import GenerateRequest
 
 WAIT_MS = 2000.0  # a synchronous round waits for its draft tokens however far the draft is
 CHAIN_WINDOW = 8  # further ahead a chain is wrong nearly always
@@ -24,7 +25,7 @@ RULES: dict[str, dict[str, Any]] = {**rounds.RULES, NUCLEUS: {"temperature": 0.7
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way to speculate. `draft_length` absent: the coordinator's own policy chooses; 0: it does not speculate.
-    `proposers` by their names on the wire; of the pipeline the draft model alone."""
+    `proposers` by name; of the pipeline the draft model alone."""
 
     name: str
     draft_length: int | None
@@ -32,7 +33,7 @@ class Variant:
     nodes_per_step: int = 1
     wait_ms: float = 0.0
     siblings: int = 0
-    proposers: tuple[str, ...] = ("PROPOSER_DRAFT",)
+    proposers: tuple[str, ...] = ("draft",)
 
     @property
     def is_synchronous(self) -> bool:
@@ -55,29 +56,29 @@ def variants_of(draft_lengths: Sequence[int]) -> list[Variant]:
     return [OFF, AUTO, CHAIN, TREE, *map(synchronous, draft_lengths)]
 
 
-def speculative_policy(variant: Variant) -> pb.SpeculativePolicy:
-    """The variant as a request says it."""
+def speculative_policy(variant: Variant) -> dict[str, Any]:
+    """The variant as fields of a request."""
     if variant.draft_length is None:
-        return pb.SpeculativePolicy(policy=pb.POLICY_AUTO, proposers=variant.proposers)
+        return {"policy": "auto", "proposers": variant.proposers}
     if variant.draft_length == 0:
-        return pb.SpeculativePolicy(policy=pb.POLICY_OFF)
-    return pb.SpeculativePolicy(
-        policy=pb.POLICY_FIXED,
-        num_speculative_tokens=variant.draft_length,
-        draft_window=variant.window,
-        draft_nodes_per_step=variant.nodes_per_step,
-        draft_wait_ms=variant.wait_ms,
-        draft_siblings=variant.siblings,
-        proposers=variant.proposers,
-    )
+        return {"policy": "off"}
+    return {
+        "policy": "fixed",
+        "num_speculative_tokens": variant.draft_length,
+        "draft_window": variant.window,
+        "draft_nodes_per_step": variant.nodes_per_step,
+        "draft_wait_ms": variant.wait_ms,
+        "draft_siblings": variant.siblings,
+        "proposers": variant.proposers,
+    }
 
 
-def request_of(variant: Variant, rule: str, prompt: str, max_tokens: int) -> pb.GenerateRequest:
-    """A generation of exactly `max_tokens` tokens."""
-    sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True, **RULES[rule])
-    speculative = speculative_policy(variant)
-    speculative.rule = rounds.named_rule(RULES[rule])
-    return pb.GenerateRequest(text=prompt, sampling=sampling, speculative=speculative)
+def request_of(
+    variant: Variant, rule: str, prompt: str | Sequence[int], max_tokens: int, **more: Any
+) -> GenerateRequest:
+    """A generation of exactly `max_tokens` tokens; `more` as for `make_request`."""
+    own = {"max_tokens": max_tokens, "ignore_eos": True, "rule": rounds.named_rule(RULES[rule]), **RULES[rule]}
+    return make_request(prompt, **own | speculative_policy(variant) | more)
 
 
 def rule_of(rule: str) -> tuple[Rule, float]:

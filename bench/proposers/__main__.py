@@ -15,14 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
-from specdec.bench.pipeline.variants import RULES_DEFAULT
-from specdec.bench.proposers.chat import measure_chat
-from specdec.bench.proposers.expected import measure_expected
-from specdec.bench.proposers.heads import measure_heads
-from specdec.bench.proposers.lost import measure_lost
-from specdec.bench.proposers.steps import measure_steps
-from specdec.bench.proposers.trees import measure_trees
+from bench.bars import Bar, add_check_flag, as_json, conclude
+from bench.pipeline.variants import RULES_DEFAULT
+from bench.proposers.chat import measure_chat
+from bench.proposers.expected import measure_expected
+from bench.proposers.heads import measure_heads
+from bench.proposers.lost import measure_lost
+from bench.proposers.steps import measure_steps
+from bench.proposers.trees import measure_trees
 from specdec.errors import SpecdecError
 
 PARTS = {

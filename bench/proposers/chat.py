@@ -12,18 +12,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench import prompt_lookup
-from specdec.bench.bars import Bar
-from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
-from specdec.bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
-from specdec.bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
+from bench import prompt_lookup
+from bench.bars import Bar
+from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
+from bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
+from bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
 from specdec.chat.template import ChatTemplate
 from specdec.engine.loading.chat_model import chat_model
 from specdec.v1 import coordinator_service_pb2 as pb
 
-LOCAL = ("PROPOSER_NGRAM", "PROPOSER_SUFFIX")
+LOCAL = ("ngram", "suffix")
 LOCAL_AUTO = Variant("no draft", None, proposers=LOCAL)
-PREDICTED = Variant("predicted", None, proposers=("PROPOSER_PREDICTION",))
+PREDICTED = Variant("predicted", None, proposers=("prediction",))
 WARM = "no draft, asked before"
 WRONG_EVERY = 10  # of a prediction with 90 % right
 
@@ -32,10 +32,7 @@ def chat_request(
     template: ChatTemplate, prompt: Prompt, variant: Variant, tokens: int, rule: str = RULES_DEFAULT[0]
 ) -> pb.GenerateRequest:
     """The answer to one message, to its end or to `tokens` tokens."""
-    request = request_of(variant, rule, "", tokens)
-    request.token_ids.ids.extend(template_ids(template, prompt))
-    request.sampling.ignore_eos = False
-    return request
+    return request_of(variant, rule, template_ids(template, prompt), tokens, ignore_eos=False)
 
 
 def measure_chat(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:

@@ -19,18 +19,18 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from bench.bars import Bar
+from bench.chat_pair import questions
+from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.advise.agreement import Reader
 from specdec.advise.forecast import Estimate, resampled, share
 from specdec.advise.measuring import EVERYTHING, Text, written
-from specdec.bench.bars import Bar
-from specdec.bench.chat_pair import questions
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.engine.loading.chat_model import chat_model
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.folders import CHAT_DRAFT
-from specdec.models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import UNIFORM_BITS

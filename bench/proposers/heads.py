@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.bars import Bar
-from specdec.bench.deepened import write_deepened
-from specdec.bench.harness import heldout_prompts
-from specdec.bench.pipeline.placement import placed
-from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
-from specdec.bench.proposers.texts import (
+from bench.bars import Bar
+from bench.deepened import write_deepened
+from bench.harness import heldout_prompts
+from bench.pipeline.placement import placed
+from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
+from bench.proposers.texts import (
     Found,
     generate,
     median_of,
@@ -36,7 +36,7 @@ from specdec.folders import EMBEDDED_MODELS, read_json
 
 RTTS_MS = (0.0, 5.0, 20.0, 50.0)
 TARGET_RTT_MS = 0.2
-DRAFT, HEADS = ("PROPOSER_DRAFT",), ("PROPOSER_HEADS",)
+DRAFT, HEADS = ("draft",), ("heads",)
 VARIANTS = (
     Variant("draft", None, proposers=DRAFT),
     Variant("heads", None, proposers=HEADS),

@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.bars import Bar
-from specdec.bench.deepened import write_deepened
-from specdec.bench.harness import DRAFT_MODEL, heldout_prompts, running
-from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
-from specdec.bench.proposers.texts import Found, generate, per_second
+from bench.bars import Bar
+from bench.deepened import write_deepened
+from bench.harness import DRAFT_MODEL, heldout_prompts, running
+from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
+from bench.proposers.texts import Found, generate, per_second
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
-EVERY = Variant("auto", None, proposers=("PROPOSER_DRAFT", "PROPOSER_NGRAM"))
+EVERY = Variant("auto", None, proposers=("draft", "ngram"))
 
 
 def measure_lost(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.bars import Bar
-from specdec.bench.deepened import write_deepened
-from specdec.bench.engine.steps import BLOCK_SIZE, time_step
+from bench.bars import Bar
+from bench.deepened import write_deepened
+from bench.engine.steps import BLOCK_SIZE, time_step
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel

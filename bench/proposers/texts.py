@@ -15,11 +15,12 @@ from typing import Any
 
 import grpc
 
+from bench.harness import running
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.pipeline.samples import ends_in_cycle
+from bench.pipeline.variants import OFF
 from specdec.advise.forecast import Estimate, resampled, share
-from specdec.bench.harness import running
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.pipeline.samples import ends_in_cycle
-from specdec.bench.pipeline.variants import OFF
+from specdec.client.run import Run
 from specdec.launch.children import start
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
@@ -104,17 +105,11 @@ def shown(ratio: Estimate) -> str:
 def generate(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest, salt: str = "") -> Text:
     """Runs one generation, in a salt of its own by default. Raises grpc.RpcError."""
     request.cache_salt = salt or uuid.uuid4().hex
-    token_ids: list[int] = []
-    finished = pb.Finished()
-    for response in stub.Generate(request, timeout=TIMEOUT_S):
-        if response.HasField("delta"):
-            token_ids += response.delta.token_ids
-        elif response.HasField("finished"):
-            finished = response.finished
-    counts, time = finished.statistics, finished.statistics.time
+    run = Run.of(stub.Generate(request, timeout=TIMEOUT_S))
+    counts, time, token_ids = run.statistics, run.statistics.time, tuple(run.token_ids)
     seconds = time.total_s - time.time_to_first_token_s
     rate = (len(token_ids) - 1) / seconds if seconds > 0 else 0.0
-    return Text(rate, (len(token_ids) - 1) / max(1, counts.rounds - 1), tuple(token_ids), counts)
+    return Text(rate, (len(token_ids) - 1) / max(1, counts.rounds - 1), token_ids, counts)
 
 
 @contextmanager

@@ -16,18 +16,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.assisted import Assisted
-from specdec.bench.bars import Bar
-from specdec.bench.chat_pair import questions
-from specdec.bench.deepened import write_deepened, write_widened
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
-from specdec.bench.pipeline import ranks
-from specdec.bench.pipeline.measurements import ratio_of
-from specdec.bench.pipeline.ranks import Ranks
-from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
-from specdec.bench.prompts import Prompt
-from specdec.bench.proposers.chat import chat_request
-from specdec.bench.proposers.texts import (
+from bench.assisted import Assisted
+from bench.bars import Bar
+from bench.chat_pair import questions
+from bench.deepened import write_deepened, write_widened
+from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from bench.pipeline import ranks
+from bench.pipeline.measurements import ratio_of
+from bench.pipeline.ranks import Ranks
+from bench.pipeline.variants import AUTO, CHAIN, OFF, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
+from bench.prompts import Prompt
+from bench.proposers.chat import chat_request
+from bench.proposers.texts import (
     Found,
     generate,
     median_of,
@@ -39,10 +39,10 @@ from specdec.bench.proposers.texts import (
     shown,
     steps_of,
 )
+from models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.chat.template import ChatTemplate
 from specdec.engine.loading.chat_model import chat_model
 from specdec.folders import CHAT_DRAFT
-from specdec.models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.v1 import coordinator_service_pb2 as pb
 
 # By rows: depths and siblings. The first of each are for drafts that are seldom right, the last one also grows.

@@ -26,22 +26,22 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from specdec.bench import plot
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
-from specdec.bench.deepened import write_deepened
-from specdec.bench.draft.__main__ import Cell
-from specdec.bench.draft.__main__ import measure as measure_draft
-from specdec.bench.draft.__main__ import table_of as draft_table
-from specdec.bench.harness import DRAFT_MODEL
-from specdec.bench.pipeline.placement import processor_name
-from specdec.bench.pipeline.variants import RULES_DEFAULT
-from specdec.bench.step import results
-from specdec.bench.step.gguf_file import write_gguf
-from specdec.bench.step.llama_cpp import environment
-from specdec.bench.step.parts import measure_parts
-from specdec.bench.step.picture import picture
-from specdec.bench.step.rows import Reading, measure_rows
-from specdec.bench.step.served import measure_served
+from bench import plot
+from bench.bars import Bar, add_check_flag, as_json, conclude
+from bench.deepened import write_deepened
+from bench.draft.__main__ import Cell
+from bench.draft.__main__ import measure as measure_draft
+from bench.draft.__main__ import table_of as draft_table
+from bench.harness import DRAFT_MODEL
+from bench.pipeline.placement import processor_name
+from bench.pipeline.variants import RULES_DEFAULT
+from bench.step import results
+from bench.step.gguf_file import write_gguf
+from bench.step.llama_cpp import environment
+from bench.step.parts import measure_parts
+from bench.step.picture import picture
+from bench.step.rows import Reading, measure_rows
+from bench.step.served import measure_served
 from specdec.engine.cpu.kernels import kernels
 from specdec.engine.loading.chat_model import chat_model
 from specdec.errors import SpecdecError

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.step.timing import Timed
+from bench.step.timing import Timed
 from specdec.errors import ConfigError
 from specdec.folders import cache_folder
 

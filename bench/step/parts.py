@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from specdec.bench.deepened import load
-from specdec.bench.engine.steps import BLOCK_SIZE, time_step
-from specdec.bench.engine.streams import measure_streams
-from specdec.bench.proposers.steps import verification
-from specdec.bench.step.rows import CONTEXT
+from bench.deepened import load
+from bench.engine.steps import BLOCK_SIZE, time_step
+from bench.engine.streams import measure_streams
+from bench.proposers.steps import verification
+from bench.step.rows import CONTEXT
 from specdec.engine.cpu.kernels import Kernels, kernels
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.transformers_model import TransformersModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specdec.bench import plot
+from bench import plot
 
 
 def picture(written: dict[str, Any], file: Path) -> None:

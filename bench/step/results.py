@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from specdec.bench.bars import Bar, worst_of
-from specdec.bench.draft.__main__ import DraftMeasurement
-from specdec.bench.step.parts import PartMeasurement
-from specdec.bench.step.rows import RowMeasurement
-from specdec.bench.step.served import ServedMeasurement
+from bench.bars import Bar, worst_of
+from bench.draft.__main__ import DraftMeasurement
+from bench.step.parts import PartMeasurement
+from bench.step.rows import RowMeasurement
+from bench.step.served import ServedMeasurement
 from specdec.engine.cpu.kernels import kernels
 
 CHAT, DEEPENED = "chat model", "deepened"

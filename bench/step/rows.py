@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from specdec.bench.deepened import load
-from specdec.bench.engine.steps import BLOCK_SIZE, time_step
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.proposers.steps import verification
+from bench.deepened import load
+from bench.engine.steps import BLOCK_SIZE, time_step
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.proposers.steps import verification
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.loading.folder_files import WEIGHTS_FILE
 

@@ -18,15 +18,16 @@ from pathlib import Path
 import grpc
 from tokenizers import Tokenizer
 
-from specdec.bench.harness import heldout_prompts, running
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.pipeline.samples import TIMEOUT_S
-from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, request_of
-from specdec.bench.prompts import prose_prompts
-from specdec.bench.proposers.chat import template_ids
-from specdec.bench.step.llama_cpp import llama_server
-from specdec.bench.step.timing import Timed
+from bench.harness import heldout_prompts, running
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.pipeline.samples import TIMEOUT_S
+from bench.pipeline.variants import OFF, RULES_DEFAULT, request_of
+from bench.prompts import prose_prompts
+from bench.proposers.chat import template_ids
+from bench.step.llama_cpp import llama_server
+from bench.step.timing import Timed
 from specdec.chat.template import ChatTemplate
+from specdec.client.run import Run
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 LONG_PROMPT = 1000  # tokens
@@ -79,15 +80,10 @@ def ours(stub: pb_grpc.CoordinatorServiceStub) -> Contender:
     """Plain greedy decoding through a coordinator; every request in a salt of its own, so nothing is reused."""
 
     def run(prompt_ids: Sequence[int], token_count: int) -> Timed:
-        request = request_of(OFF, RULES_DEFAULT[0], "", token_count)
-        request.token_ids.ids.extend(prompt_ids)
-        request.cache_salt = uuid.uuid4().hex
+        request = request_of(OFF, RULES_DEFAULT[0], prompt_ids, token_count, cache_salt=uuid.uuid4().hex)
         began_s = time.perf_counter()
-        token_ids: list[int] = []
-        for response in stub.Generate(request, timeout=TIMEOUT_S):
-            if response.HasField("delta"):
-                token_ids += response.delta.token_ids
-        return Timed(time.perf_counter() - began_s, tuple(token_ids))
+        run = Run.of(stub.Generate(request, timeout=TIMEOUT_S))
+        return Timed(time.perf_counter() - began_s, tuple(run.token_ids))
 
     return run
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +12,17 @@ from rich.console import Console
 
 from specdec.advise.forecast import Estimate, Times, line_through, resampled, resampled_part, share
 from specdec.advise.measuring import Text, by_prompt, tracked
-from specdec.cli.demo import fill
-from specdec.cli.demo_texts import Run
-from specdec.cli.request import UINT64_MAX, GenerateSettings, build_request
+from specdec.client.request import Request, make_request
+from specdec.client.run import Run
+from specdec.client.stream import Client
 from specdec.config import ServeSettings
 from specdec.policy.steps import StepCurve
 from specdec.protocol.types import Rule
-from specdec.settings import TlsSettings
 
 WAIT_MS = 1000
 PROBED = (0, 1, 2, 4, 8)  # draft tokens of the rounds that are timed
 PROBED_TEXTS, PROBED_TOKENS = 3, 48
+SEED_COUNT = 1 << 64
 SEED_OFFSET = 0x5EED  # of a served text: with the seed of the predicted one it would be that text again, token by token
 
 
@@ -55,7 +54,7 @@ class Served:
 @contextmanager
 def served(target: str, draft: str, device: str = "cpu", threads: int = 1) -> Iterator[Served]:
     """Yields the pair, served by this machine on a device, with `threads` CPU threads a model. Raises SpecdecError."""
-    from specdec.cli import serve
+    from specdec.launch.serving import running
 
     settings = ServeSettings(
         model=target,
@@ -67,13 +66,11 @@ def served(target: str, draft: str, device: str = "cpu", threads: int = 1) -> It
         log_level="error",
         drain_grace_s=1.0,
     )
-    with serve.running(settings, []) as (coordinator, target_child, draft_child, _):
-        addresses = target_child.address, None if draft_child is None else draft_child.address
-        found = asyncio.run(serve.check_match(settings, *addresses))
+    with running(settings) as serving:
         curves = StepCurve(), StepCurve()
         for curve, name in zip(curves, ("target", "draft")):
-            curve.prime(found[name].step_times)
-        yield Served(coordinator.address, *curves)
+            curve.prime(serving.descriptions[name].step_times)
+        yield Served(serving.address, *curves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +91,8 @@ class Outcome:
     def of(cls, text: Text, rule: Rule | None, run: Run) -> Outcome:
         """Returns what a run, which has ended, gave."""
         told = run.statistics
-        counts = [told.num_accepted_draft_tokens, told.num_draft_tokens, told.num_spec_steps] if told else [0, 0, 0]
-        accepted, drafted, rounds = map(float, counts)
-        tokens = float(len(run.token_ids) - run.first_count)
-        return cls(text, rule, accepted, drafted, rounds, tokens, run.last_s - run.first_s)
+        accepted, drafted, rounds = told.num_accepted_draft_tokens, told.num_draft_tokens, told.num_spec_steps
+        return cls(text, rule, accepted, drafted, rounds, run.timed_tokens, run.seconds)
 
 
 def acceptance_of(outcomes: Sequence[Outcome]) -> Estimate:
@@ -131,9 +126,9 @@ async def observe(
         for text in texts
         for rule in (text.params.rule, None, *([Rule.REJECTION] if text.params.rule is Rule.COUPLED else []))
     ]
-    async with connected(address) as channel:
+    async with Client(address, resume_s=0.0) as client:
         for text, rule in tracked(asked, "the plan is served", console):
-            run = await _generate(channel, asked_of(text, length if rule else 0, token_count, rule=rule))
+            run = await client.read(asked_of(text, length if rule else 0, token_count, rule=rule))
             outcomes.append(Outcome.of(text, rule, run))
     return outcomes
 
@@ -157,37 +152,19 @@ async def probe(address: str, texts: Sequence[Text], token_count: int, console: 
     the texts had at most, so that as many fit behind their prompts. Raises SpecdecError."""
     token_count = min(PROBED_TOKENS, token_count)
     sums = {length: [0.0, 0.0] for length in PROBED}
-    async with connected(address) as channel:
+    async with Client(address, resume_s=0.0) as client:
         asked = [(text, length) for text in probed(texts) for length in PROBED]
         for text, length in tracked(asked, "rounds are timed", console):
-            run = await _generate(channel, asked_of(text, length, token_count, ignore_eos=True))
-            if run.statistics and run.statistics.rounds > 1:
-                sums[length][0] += run.last_s - run.first_s
+            run = await client.read(asked_of(text, length, token_count, ignore_eos=True))
+            if run.statistics.rounds > 1:
+                sums[length][0] += run.seconds
                 sums[length][1] += run.statistics.rounds - 1
     return [(float(length), share(own)) for length, own in sums.items() if own[1]]
 
 
-@asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Any]:
-    """Yields a channel to a coordinator."""
-    from specdec.rpc.client import open_channel
-
-    channel = open_channel(address, TlsSettings())
-    try:
-        yield channel
-    finally:
-        await channel.close()
-
-
-async def _generate(channel: Any, asked: GenerateSettings) -> Run:
-    run = Run()
-    await fill(run, channel, build_request(asked, None))
-    return run
-
-
 def asked_of(
     text: Text, length: int, token_count: int, ignore_eos: bool | None = None, rule: Rule | None = None
-) -> GenerateSettings:
+) -> Request:
     """Returns what is asked to answer a text's prompt anew, with rounds of `length` draft tokens; 0: without. A sampled
     answer has a seed of its own, the same for every `length`, and under REJECTION, which honours none, none; at
     temperature 0 it is the text again."""
@@ -197,11 +174,11 @@ def asked_of(
     if length:
         plan = {"policy": "fixed", "num_speculative_tokens": length, "draft_window": length, "draft_nodes_per_step": 1}
         plan["draft_wait_ms"] = WAIT_MS  # until all are there
-    return GenerateSettings(
-        prompt_ids=text.prompt_ids,
+    return make_request(
+        text.prompt_ids,
         max_tokens=token_count,
         temperature=params.temperature,
-        seed=(params.seed + SEED_OFFSET) & UINT64_MAX if is_seeded else None,
+        seed=(params.seed + SEED_OFFSET) % SEED_COUNT if is_seeded else None,
         rule="rejection" if rule is Rule.REJECTION else None,
         ignore_eos=ignore_eos,
         **plan,

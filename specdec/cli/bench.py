@@ -1,13 +1,20 @@
-"""`specdec bench NAME`: runs one of the benchmarks that every published measurement comes from."""
+"""`specdec bench NAME`: runs one of the benchmarks that every published measurement comes from.
+
+They are in the folder `bench` of a checkout, beside this package, and not in an installed wheel.
+"""
 
 from __future__ import annotations
 
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from specdec.cli.options import UsageError
+from specdec.errors import ConfigError
 from specdec.terminal import print_text
+
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 BENCHMARKS = {
     "pipeline": ("pipeline", "Three services on emulated machines, round trips from 0 to 100 ms, every variant."),
@@ -42,18 +49,25 @@ def overview() -> str:
     """Returns the list of benchmarks."""
     lines = ["usage: specdec bench NAME [FLAGS]", "", "Benchmarks:"]
     lines += [f"  {name:<16} {summary}" for name, (_, summary) in BENCHMARKS.items()]
-    return "\n".join([*lines, "", "specdec bench NAME --help lists the flags of a benchmark."])
+    return "\n".join([*lines, "", "They run from a checkout; specdec bench NAME --help lists the flags of one."])
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Runs the benchmark named first; `--list` prints the names. Raises UsageError."""
+    """Runs the benchmark named first; `--list` prints the names. Raises UsageError, and ConfigError outside a
+    checkout."""
     if not arguments or arguments[0] in ("-h", "--help", "--list"):
         print_text(overview())
         return 0
     name, *rest = arguments
     if name not in BENCHMARKS:
         raise UsageError(f"{name} is not a benchmark; choose from {', '.join(BENCHMARKS)}")
+    module = f"bench.{BENCHMARKS[name][0]}"
+    if not (CHECKOUT / "bench" / "harness.py").is_file():
+        raise ConfigError(
+            f"benchmarks are not installed, they run from a checkout of specdec: python -m {module} in its folder, or "
+            f"specdec bench {name} after pip install -e ."
+        )
+    sys.path.insert(0, str(CHECKOUT))
     sys.argv = [f"specdec bench {name}", *rest]
-    # A package runs by its __main__.
-    runpy.run_module(f"specdec.bench.{BENCHMARKS[name][0]}", run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)  # a package runs by its __main__
     return 0

@@ -14,7 +14,8 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.cli.request import GenerateSettings, build_request
+from specdec.client.request import make_request
+from specdec.client.run import Run
 from specdec.config import SAMPLING, SPECULATION, ServeSettings, TlsSettings
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL
@@ -97,7 +98,7 @@ def template_of(model: str) -> tuple[Path, ChatTemplate]:
 @contextmanager
 def services(settings: ChatSettings, folder: Path) -> Iterator[str]:
     """Yields the coordinator's address; without --address it starts the three services, and stops them."""
-    from specdec.cli import serve
+    from specdec.launch.serving import running
 
     if settings.address is not None:
         yield settings.address
@@ -110,8 +111,8 @@ def services(settings: ChatSettings, folder: Path) -> Iterator[str]:
         drain_grace_s=1.0,
         max_num_seqs=SESSIONS,
     )
-    with serve.running(own, []) as (coordinator, *_):
-        yield coordinator.address
+    with running(own) as serving:
+        yield serving.address
 
 
 def beginning(settings: ChatSettings) -> list[Message]:
@@ -133,34 +134,27 @@ def read_line(prompt: str) -> str | None:
 def converse(settings: ChatSettings, address: str, template: ChatTemplate, messages: list[Message], line: str) -> None:
     """Prints the answer to a message, and adds both to the conversation. A refused message is not added; Ctrl-C ends
     the answer, and what came of it is kept."""
-    pieces: list[str] = []
+    run = Run()
     asked = [*messages, {"role": "user", "content": line}]
     try:
-        asyncio.run(answer(settings, address, template.encode(asked), pieces))
+        asyncio.run(answer(settings, address, template.encode(asked), run))
     except KeyboardInterrupt:
         print()
     except SpecdecError as error:
         warn(f"{error}; {NEW} begins a new conversation")
         return
-    messages[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+    messages[:] = [*asked, {"role": "assistant", "content": run.text}]
 
 
-async def answer(settings: ChatSettings, address: str, prompt_ids: tuple[int, ...], pieces: list[str]) -> None:
-    """Prints an answer as it is committed and appends its parts to `pieces`. Raises SpecdecError."""
-    from specdec.cli.generate import METHOD, show
-    from specdec.rpc.client import call_stream, open_channel
-    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+async def answer(settings: ChatSettings, address: str, prompt_ids: tuple[int, ...], run: Run) -> None:
+    """Prints an answer as it is committed, and fills `run` with it. Raises SpecdecError."""
+    from specdec.cli.generate import show
+    from specdec.client.stream import Client
 
-    names = "max_tokens", "temperature", "top_p", "seed", "speculative"
-    given = {name: getattr(settings, name) for name in names}
-    request = build_request(GenerateSettings(prompt_ids=prompt_ids, **given), None)
+    given = {name: getattr(settings, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+    request = make_request(prompt_ids, enabled=settings.speculative, **given)
     is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    channel = open_channel(address, settings)
-    try:
-        responses = call_stream(channel, METHOD, request, coordinator_pb.GenerateResponse, TIMEOUT_S)
-        async with aclosing(responses):
-            async for response in responses:
-                show(response, is_colored)
-                pieces.append(response.delta.text)
-    finally:
-        await channel.close()
+    async with Client(address, settings) as client, aclosing(client.generate(request, TIMEOUT_S)) as events:
+        async for event in events:
+            show(event, is_colored)
+            run.take(event)

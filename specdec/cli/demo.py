@@ -8,46 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.chat import SESSIONS, template_of
-from specdec.cli.demo_texts import RATIO_MEDIAN_MIN, RATIO_MIN, DemoSettings, DemoText, Run, statistics_of
-from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.demo_texts import RATIO_MEDIAN_MIN, RATIO_MIN, DemoSettings, DemoText, statistics_of
+from specdec.client.request import Request, make_request
 from specdec.config import ServeSettings
-from specdec.errors import ConfigError
-from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
-from specdec.settings import TlsSettings
+from specdec.folders import CHAT_DRAFT, CHAT_MODEL, CHAT_PROMPTS, heldout_prompts
 from specdec.streams import warn
 from specdec.terminal import print_text
 
 if TYPE_CHECKING:
-    import grpc
-
     from specdec.launch.children import Child
-    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 PROMPT_IDS = (130, 191, 192)  # held-out prompts, chosen for readable texts, not for their speed
 CHAT_PROMPT_IDS = (1, 18, 34)  # held-out questions
 TIMEOUT_S = 120.0
 
 
-def heldout_prompts(name: str = "heldout_prompts.jsonl") -> dict[int, str]:
-    """Returns the held-out prompts of a file beside the embedded pair by id. Raises ConfigError without the file."""
-    file = EMBEDDED_MODELS / name
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"the held-out prompts, {file}, cannot be read: {error.strerror}") from error
-    return {entry["id"]: entry["prompt"] for entry in map(json.loads, lines)}
-
-
 def demo(settings: DemoSettings) -> int:
     """Runs the command; returns 1 if texts differ or --check fails. Raises SpecdecError."""
-    from specdec.cli import demo_view, serve
+    from specdec.cli import demo_view
+    from specdec.launch.serving import running
 
     texts, models = chat_texts() if settings.chat else embedded_texts()
     services = ServeSettings(
@@ -59,15 +44,15 @@ def demo(settings: DemoSettings) -> int:
         dtype=settings.dtype,
         max_num_seqs=SESSIONS,
     )
-    with serve.running(services, []) as (coordinator, target, draft, _):
-        children = [child for child in (target, draft, coordinator) if child is not None]
+    with running(services) as serving:
+        children = serving.children
         if settings.as_json:
-            asyncio.run(measure(coordinator.address, settings, texts, nullcontext))
+            asyncio.run(measure(serving.address, settings, texts, nullcontext))
             print_text(json.dumps(report_of(settings, texts, children), indent=2))
         else:
             view = demo_view.DemoView()
             view.begin(settings, children)
-            asyncio.run(measure(coordinator.address, settings, texts, view.streaming))
+            asyncio.run(measure(serving.address, settings, texts, view.streaming))
             view.conclude(texts, children)
     misses = misses_of(texts) if settings.check else []
     for miss in misses:
@@ -84,7 +69,7 @@ def embedded_texts() -> tuple[list[DemoText], dict[str, Any]]:
 def chat_texts() -> tuple[list[DemoText], dict[str, Any]]:
     """Returns questions, and the chat pair as settings of serve. Raises ConfigError if the extra is not installed."""
     folder, template = template_of(CHAT_MODEL)
-    questions = heldout_prompts("chat_prompts.jsonl")
+    questions = heldout_prompts(CHAT_PROMPTS)
     chosen = {own: questions[own] for own in CHAT_PROMPT_IDS}
     texts = [
         DemoText(own, f"{question}\n", template.encode([{"role": "user", "content": question}]))
@@ -100,44 +85,26 @@ async def measure(
     shown: Callable[[DemoText], AbstractContextManager[Any]],
 ) -> None:
     """Generates the texts in turn, each within its `shown` context. Raises SpecdecError."""
-    from specdec.rpc.client import open_channel
+    from specdec.client.stream import Client
 
-    channel = open_channel(address, TlsSettings())
-    try:
+    async with Client(address, resume_s=0.0) as client:
         for text in texts:
             with shown(text):
-                await generate(channel, text, settings, True)
-                await generate(channel, text, settings, False)
-    finally:
-        await channel.close()
+                for run in (text.on, text.off):
+                    await client.read(request_of(text, settings, run is text.on), TIMEOUT_S, run)
 
 
-async def generate(channel: grpc.aio.Channel, text: DemoText, settings: DemoSettings, speculative: bool) -> None:
-    """Runs one of the text's generations. Raises SpecdecError."""
-    own: dict[str, Any] = {
-        "max_tokens": settings.length,
-        "temperature": settings.temperature,
-        "seed": settings.seed,
-        "ignore_eos": not settings.chat,  # past the end of a text, so that all have the same length
-        "cache_salt": "on" if speculative else "off",  # so that neither finds the other's text
-    }
-    told = GenerateSettings(**own, prompt_ids=text.prompt_ids, speculative=speculative)
-    request = build_request(told, None if text.prompt_ids else text.prompt)
-    await fill(text.on if speculative else text.off, channel, request)
-
-
-async def fill(run: Run, channel: grpc.aio.Channel, request: coordinator_pb.GenerateRequest) -> None:
-    """Runs a generation. Raises SpecdecError."""
-    from specdec.cli.generate import METHOD
-    from specdec.rpc.client import call_stream
-    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
-
-    async with aclosing(call_stream(channel, METHOD, request, coordinator_pb.GenerateResponse, TIMEOUT_S)) as responses:
-        async for response in responses:
-            if response.HasField("delta"):
-                run.add(response.delta, time.perf_counter())
-            elif response.HasField("finished"):
-                run.statistics = response.finished.statistics
+def request_of(text: DemoText, settings: DemoSettings, speculative: bool) -> Request:
+    """Returns the request of one of the text's generations."""
+    return make_request(
+        text.prompt_ids or text.prompt,
+        max_tokens=settings.length,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        ignore_eos=not settings.chat,  # past the end of a text, so that all have the same length
+        cache_salt="on" if speculative else "off",  # so that neither finds the other's text
+        enabled=speculative,
+    )
 
 
 def report_of(settings: DemoSettings, texts: Sequence[DemoText], services: Sequence[Child]) -> dict[str, Any]:

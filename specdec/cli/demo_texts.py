@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from specdec.client.run import Run, acceptance_of, rate_of
 from specdec.settings import MODEL, OUTPUT, SAMPLING, Settings, setting
-
-if TYPE_CHECKING:
-    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 MAX_TOKENS, CHAT_MAX_TOKENS = 40, 96
 RATIO_MEDIAN_MIN, RATIO_MIN = 1.25, 1.0  # of --check: the median of the texts, and each text
@@ -45,44 +43,6 @@ class DemoSettings(Settings):
 
 
 @dataclass(slots=True)
-class Run:
-    """One generation, filled while it streams. `pieces`: each token's text and kind."""
-
-    token_ids: list[int] = field(default_factory=list)
-    pieces: list[tuple[str, coordinator_pb.TokenKind]] = field(default_factory=list)
-    statistics: coordinator_pb.Statistics | None = None
-    first_count: int = 0  # tokens of the first message, before the clock started
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-    def add(self, delta: coordinator_pb.Delta, now_s: float) -> None:
-        """Adds committed tokens, received at `now_s`."""
-        from specdec.cli.generate import pieces_of
-
-        if not self.token_ids:
-            self.first_count, self.first_s = len(delta.token_ids), now_s
-        self.token_ids += delta.token_ids
-        self.pieces += pieces_of(delta)
-        self.last_s = now_s
-
-    @property
-    def text(self) -> str:
-        """The text generated so far."""
-        return "".join(piece for piece, _ in self.pieces)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Rate after the first message; 0 before the second."""
-        return rate_of([self])
-
-
-def rate_of(runs: Sequence[Run]) -> float:
-    """Returns tokens per second of all runs, each counted from its first message on; 0 before any has a second."""
-    seconds = sum(run.last_s - run.first_s for run in runs)
-    return sum(len(run.token_ids) - run.first_count for run in runs) / seconds if seconds > 0 else 0.0
-
-
-@dataclass(slots=True)
 class DemoText:
     """A prompt and its two generations, with speculation (`on`) and right after it without (`off`). `prompt` is shown,
     and sent unless the request has `prompt_ids`."""
@@ -107,16 +67,14 @@ class DemoText:
 def statistics_of(texts: Sequence[DemoText]) -> dict[str, float]:
     """Returns statistics of the texts together; acceptance, length and bytes are of generations with speculation."""
     on, off = rate_of([text.on for text in texts]), rate_of([text.off for text in texts])
-    totals = [text.on.statistics for text in texts if text.on.statistics]
-    drafted = sum(entry.num_draft_tokens for entry in totals)
-    accepted = sum(entry.num_accepted_draft_tokens for entry in totals)
-    steps = sum(entry.num_spec_steps for entry in totals)
-    link_bytes = sum(entry.draft_link_bytes for entry in totals)
+    ended = [text.on.statistics for text in texts if text.on.finished]
+    acceptance, length = acceptance_of(ended)
     return {
         "on_tokens_per_s": on,
         "off_tokens_per_s": off,
         "ratio": on / off if off else 0.0,
-        "acceptance": accepted / drafted if drafted else 0.0,
-        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-        "draft_link_bytes_per_token": link_bytes / max(1, sum(len(text.on.token_ids) for text in texts)),
+        "acceptance": acceptance,
+        "mean_acceptance_length": length,
+        "draft_link_bytes_per_token": sum(own.draft_link_bytes for own in ended)
+        / max(1, sum(len(text.on.token_ids) for text in texts)),
     }

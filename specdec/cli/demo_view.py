@@ -13,14 +13,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from specdec.cli.demo_texts import DemoSettings, DemoText, Run, statistics_of
+from specdec.cli.demo_texts import DemoSettings, DemoText, statistics_of
 from specdec.cli.generate import LEGEND
+from specdec.client.run import Run, rate_of
 from specdec.launch.children import Child
+from specdec.protocol.types import TokenKind
 from specdec.terminal import make_console
-from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 REFRESHES_PER_S = 8  # few: drawing slows the services on the same machine
-STYLES = {coordinator_pb.TOKEN_KIND_ACCEPTED: "green", coordinator_pb.TOKEN_KIND_RECOVERED: "yellow"}
+STYLES = {TokenKind.ACCEPTED: "green", TokenKind.RECOVERED: "yellow"}
 COLUMNS = ("prompt", "on tok/s", "off tok/s", "on/off", "accepted", "mean length", "link B/tok")
 
 
@@ -69,7 +70,7 @@ class DemoView:
 def colored_text(text: DemoText) -> Text:
     """Returns tokens in the colours of their kinds; in the second generation, later tokens are dim."""
     shown = Text.assemble(*((piece, STYLES.get(kind, "")) for piece, kind in list(text.on.pieces)))
-    if text.off.token_ids and text.off.statistics is None:
+    if text.off.token_ids and text.off.finished is None:
         shown.stylize("dim", len(text.off.text))
     return shown
 
@@ -78,7 +79,7 @@ def rates_line(text: DemoText) -> Text:
     """Returns the known rates of both generations."""
 
     def rate(run: Run) -> str:
-        return f"{run.tokens_per_s:.0f} tokens/s" if run.tokens_per_s else "..."
+        return f"{rate_of([run]):.0f} tokens/s" if rate_of([run]) else "..."
 
     line = f"with speculation {rate(text.on)}   without {rate(text.off)}"
     return Text(f"{line}   {text.ratio:.2f} times as fast" if text.ratio else line, style="bold")

@@ -7,7 +7,6 @@ kinds of tokens differ in colour.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import sys
 from contextlib import aclosing
@@ -16,25 +15,28 @@ from google.protobuf import json_format
 
 from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
+from specdec.client.events import Event, Finished, Statistics, event_of, pieces_of
+from specdec.client.request import Request
+from specdec.client.run import shares_of
+from specdec.client.stream import Client
 from specdec.errors import ReplicaUnavailable
-from specdec.rpc.client import call_stream, open_channel
+from specdec.protocol.report import Delta
+from specdec.protocol.types import Proposer, TokenKind
 from specdec.streams import say
 from specdec.terminal import print_text, printable
-from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
-METHOD = "/specdec.v1.CoordinatorService/Generate"
 RESET = "\x1b[0m"
-COLORS = {coordinator_pb.TOKEN_KIND_ACCEPTED: "\x1b[32m", coordinator_pb.TOKEN_KIND_RECOVERED: "\x1b[33m"}
+COLORS = {TokenKind.ACCEPTED: "\x1b[32m", TokenKind.RECOVERED: "\x1b[33m"}
 PROPOSER_COLORS = {
-    coordinator_pb.PROPOSER_DRAFT: COLORS[coordinator_pb.TOKEN_KIND_ACCEPTED],
-    coordinator_pb.PROPOSER_NGRAM: "\x1b[36m",
-    coordinator_pb.PROPOSER_SUFFIX: "\x1b[34m",
-    coordinator_pb.PROPOSER_PREDICTION: "\x1b[35m",
-    coordinator_pb.PROPOSER_HEADS: "\x1b[92m",
+    Proposer.DRAFT: COLORS[TokenKind.ACCEPTED],
+    Proposer.NGRAM: "\x1b[36m",
+    Proposer.SUFFIX: "\x1b[34m",
+    Proposer.PREDICTION: "\x1b[35m",
+    Proposer.HEADS: "\x1b[92m",
 }
 NAMES = ("draft model", "n-gram", "earlier text", "prediction", "heads")
 _COLORED = ", ".join(f"{color}{name}{RESET}" for name, color in zip(NAMES, PROPOSER_COLORS.values()))
-_RECOVERED = f"{COLORS[coordinator_pb.TOKEN_KIND_RECOVERED]}recovered tokens{RESET}"
+_RECOVERED = f"{COLORS[TokenKind.RECOVERED]}recovered tokens{RESET}"
 LEGEND = f"accepted tokens of {_COLORED}; {_RECOVERED}, bonus tokens"
 
 
@@ -58,40 +60,38 @@ def read_prompt(settings: GenerateSettings) -> str | None:
         raise UsageError(f"standard input is not UTF-8: byte {error.start} is {wrong:#04x}") from None
 
 
-async def _stream(settings: GenerateSettings, request: coordinator_pb.GenerateRequest) -> None:
+async def _stream(settings: GenerateSettings, request: Request) -> None:
     is_colored = settings.color == "always" or (
         settings.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     )
-    channel = open_channel(settings.address, settings)
-    responses = call_stream(channel, METHOD, request, coordinator_pb.GenerateResponse, settings.timeout_s)
-    try:
-        async with aclosing(responses):
-            async for response in responses:
-                if settings.as_json:
-                    line = json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None)
-                    print_text(line)
-                else:
-                    show(response, is_colored)
-    except ReplicaUnavailable as error:
-        if not str(error).startswith(("ipv4:", "ipv6:")):
-            raise
-        hint = "" if settings.has_tls else ", and whether it requires TLS (--ssl-certfile …)"
-        raise ReplicaUnavailable(f"no connection to {error}; check --address{hint}") from error
-    finally:
-        await channel.close()
+    async with Client(settings.address, settings, settings.resume_s) as client:
+        responses = client.messages(request, settings.timeout_s)
+        try:
+            async with aclosing(responses):
+                async for response in responses:
+                    if settings.as_json:
+                        line = json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None)
+                        print_text(line)
+                    else:
+                        show(event_of(response), is_colored)
+        except ReplicaUnavailable as error:
+            if not str(error).startswith(("ipv4:", "ipv6:")):
+                raise
+            hint = "" if settings.has_tls else ", and whether it requires TLS (--ssl-certfile …)"
+            raise ReplicaUnavailable(f"no connection to {error}; check --address{hint}") from error
 
 
-def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
-    """Prints one message as text: tokens to standard output, statistics to standard error on a terminal."""
-    if response.HasField("delta"):
-        print(shown(response.delta, is_colored), end="", flush=True)
-    elif response.HasField("finished"):
+def show(event: Event, is_colored: bool) -> None:
+    """Prints an event as text: tokens to standard output, statistics to standard error on a terminal."""
+    if isinstance(event, Delta):
+        print(shown(event, is_colored), end="", flush=True)
+    elif isinstance(event, Finished):
         print(flush=True)
         if sys.stderr.isatty():
-            say(summary(response.finished), is_error=True)
+            say(summary(event), is_error=True)
 
 
-def shown(delta: coordinator_pb.Delta, is_colored: bool) -> str:
+def shown(delta: Delta, is_colored: bool) -> str:
     """Returns the delta's text as it is printed: on a terminal and in colours without control characters, else as it
     is, for programs."""
     if is_colored:
@@ -99,43 +99,32 @@ def shown(delta: coordinator_pb.Delta, is_colored: bool) -> str:
     return printable(delta.text) if sys.stdout.isatty() else delta.text
 
 
-def colored(delta: coordinator_pb.Delta) -> str:
+def colored(delta: Delta) -> str:
     """Returns the delta's text, each token's part in the token's colour."""
-    proposers = list(delta.proposers) or [coordinator_pb.PROPOSER_UNSPECIFIED] * len(delta.kinds)
     parts = []
-    for (piece, kind), proposer in zip(pieces_of(delta), proposers, strict=True):
+    for piece, kind, proposer in zip(pieces_of(delta), delta.kinds, delta.proposers, strict=True):
         color = PROPOSER_COLORS.get(proposer) or COLORS.get(kind)
         text = printable(piece)
         parts.append(f"{color}{text}{RESET}" if color and text else text)
     return "".join(parts)
 
 
-def pieces_of(delta: coordinator_pb.Delta) -> list[tuple[str, coordinator_pb.TokenKind]]:
-    """Returns each token's part of the delta's text, and its kind."""
-    ends = list(itertools.accumulate(delta.text_lengths, initial=0))
-    return [(delta.text[start:end], kind) for kind, start, end in zip(delta.kinds, ends, ends[1:])]
-
-
-def summary(finished: coordinator_pb.Finished) -> str:
+def summary(finished: Finished) -> str:
     """Returns the statistics of the generation in one line."""
     statistics = finished.statistics
     count = sum(statistics.acceptance_histogram) and statistics.draft_acceptance_rate
     seconds = statistics.time.total_s
-    speed = f", {finished.usage.output_tokens / seconds:.1f} tokens/s" if seconds else ""
+    speed = f", {finished.output_tokens / seconds:.1f} tokens/s" if seconds else ""
     return (
-        f"{finished.usage.output_tokens} tokens{speed}, acceptance {count:.2f}, "
+        f"{finished.output_tokens} tokens{speed}, acceptance {count:.2f}, "
         f"{statistics.mean_acceptance_length:.2f} tokens a speculating round{shares(statistics)}; "
         f"trace {finished.trace_id}"
     )
 
 
-def shares(statistics: coordinator_pb.Statistics) -> str:
+def shares(statistics: Statistics) -> str:
     """Returns accepted and verified tokens of each proposer; nothing if only the draft model proposed."""
-    counts = {
-        name: (getattr(statistics, f"num_{field}_accepted_tokens"), getattr(statistics, f"num_{field}_draft_tokens"))
-        for name, field in (("draft", "model"), *((own, own) for own in ("ngram", "suffix", "prediction", "heads")))
-    }
-    used = {name: pair for name, pair in counts.items() if pair[1]}
+    used = shares_of(statistics)
     if not used.keys() - {"draft"}:
         return ""
     return " (" + ", ".join(f"{name} {accepted}/{offered}" for name, (accepted, offered) in used.items()) + ")"

@@ -1,24 +1,16 @@
-"""The settings of `specdec generate`, and the request message it sends.
-
-The server, which has the model, checks ranges, and its error names field and limit. Only values that do not fit the
-message are refused here.
-"""
+"""The settings of `specdec generate`, and the request message it sends."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from specdec.client.request import FIELDS, Request, make_request
 from specdec.config import OUTPUT, PROMPT, SAMPLING, SPECULATION, ClientSettings
 from specdec.errors import ConfigError
-from specdec.settings import ProposerNames, setting
-
-if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
-    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.settings import CONNECTION, ProposerNames, setting
 
 UINT32_MAX = (1 << 32) - 1
 UINT64_MAX = (1 << 64) - 1
@@ -128,41 +120,31 @@ class GenerateSettings(ClientSettings):
     color: Literal["auto", "always", "never"] = option(
         OUTPUT, "Accepted tokens by proposer, recovered tokens yellow, bonus tokens plain; auto: on a terminal.", "auto"
     )
+    resume_s: float = option(
+        CONNECTION,
+        "Seconds for which a text is resumed when its stream is lost, from its last token on; 0: the error ends it.",
+        60.0,
+        ge=0,
+    )
     timeout_s: float | None = option(OUTPUT, "Maximum seconds for the request; absent: no limit.", gt=0)
 
 
-def build_request(settings: GenerateSettings, prompt: str | None) -> coordinator_pb.GenerateRequest:
+def build_request(settings: GenerateSettings, prompt: str | None) -> Request:
     """Returns the message; `prompt` is the text, None with --prompt-ids. Raises ConfigError for invalid values."""
-    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
-    from specdec.v1 import types_pb2 as types_pb
-
-    def given(message: type[Message]) -> dict[str, Any]:
-        """Returns a message's fields of the same names; None leaves a field absent, despite the annotations."""
-        return {field.name: getattr(settings, field.name, None) for field in message.DESCRIPTOR.fields}
-
-    biases = [types_pb.LogitBias(token_id=key, bias=bias) for key, bias in settings.logit_bias]
-    speculative = given(coordinator_pb.SpeculativePolicy) | {
-        "enabled": settings.speculative,
-        "rule": f"RULE_{settings.rule.upper()}" if settings.rule else None,
-        "policy": f"POLICY_{settings.policy.upper()}" if settings.policy else None,
-        "proposers": [f"PROPOSER_{name.upper()}" for name in settings.proposers.split(",") if name],
-    }
-    try:
-        request = coordinator_pb.GenerateRequest(
-            text=prompt,
-            token_ids=coordinator_pb.TokenIds(ids=settings.prompt_ids) if prompt is None else None,
-            sampling=coordinator_pb.SamplingParams(**given(coordinator_pb.SamplingParams) | {"logit_bias": biases}),
-            speculative=coordinator_pb.SpeculativePolicy(**speculative),
-            label=settings.label,
-            cache_salt=settings.cache_salt,
-        )
-    except (UnicodeEncodeError, ValueError) as error:
-        raise ConfigError(f"the request cannot be sent, its texts must be UTF-8: {error}") from error
+    given = {name: getattr(settings, name, None) for name in FIELDS}
+    given["enabled"] = settings.speculative
+    given["proposers"] = [name for name in settings.proposers.split(",") if name]
+    predicted: str | tuple[int, ...] = ()
     if settings.prediction is not None:
         try:
-            request.prediction.text = settings.prediction.read_text(encoding="utf-8")
+            predicted = settings.prediction.read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"--prediction {settings.prediction} cannot be read: {error}") from error
-    if settings.resume_ids:
-        request.resume.output_token_ids.extend(settings.resume_ids)
-    return request
+    return make_request(
+        settings.prompt_ids if prompt is None else prompt,
+        settings.resume_ids,
+        predicted,
+        settings.label,
+        settings.cache_salt,
+        **given,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from specdec.engine.loading.model_folder import open_model_folder, tokenizer_fac
 from specdec.engine.scheduling.feed import Answer, Feed, Payload
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import CacheExhausted, ConfigError
-from specdec.folders import EMBEDDED_MODELS
+from specdec.folders import CHAT_PROMPTS, PROMPTS, heldout_prompts
 from specdec.protocol.types import CacheSize, Description, DraftVocabulary
 
 FULL_SESSION_COUNT_DEFAULT = 16  # sessions of full length the default cache holds
@@ -60,9 +59,7 @@ def describe(model: CausalModel, settings: ModelSettings, extra_positions: int =
 
 def sample_text() -> str:
     """Code and questions, to measure the share of a target's tokens that a draft has."""
-    files = [EMBEDDED_MODELS / name for name in ("heldout_prompts.jsonl", "chat_prompts.jsonl")]
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return "\n".join(json.loads(line)["prompt"] for line in lines if line)
+    return "\n".join(prompt for file in (PROMPTS, CHAT_PROMPTS) for prompt in heldout_prompts(file).values())
 
 
 def choose_cache_size(model: CausalModel, positions_max: int, settings: ModelSettings) -> CacheSize:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specdec.advise import command, serving
+from specdec.advise import command
 from specdec.advise.measuring import EVERYTHING, Text, params_of, written
 from specdec.advise.serving import (
     PROBED,
@@ -27,8 +27,10 @@ from specdec.advise.serving import (
     rate_of,
 )
 from specdec.advise.settings import AdviseSettings
-from specdec.cli.demo_texts import Run
-from specdec.cli.request import UINT64_MAX, build_request
+from specdec.cli.request import UINT64_MAX
+from specdec.client.events import event_of
+from specdec.client.run import Run
+from specdec.client.stream import Client
 from specdec.config import ServeSettings
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
@@ -58,7 +60,7 @@ def test_a_served_text_is_a_new_generation_of_the_same_prompt(seed: int) -> None
     """Claim: --check asks for the prompt of a text, at its temperature, with another seed, which is one that a request
     may have; with rounds of drafts and without it is the same, so that both generate one text."""
     text = text_of(seed, 0.7)
-    plain, drafted = (build_request(asked_of(text, length, TOKENS), None) for length in (0, 3))
+    plain, drafted = (asked_of(text, length, TOKENS) for length in (0, 3))
     for request in (plain, drafted):
         assert list(request.token_ids.ids) == [5, 6, 7]
         assert request.sampling.temperature == pytest.approx(0.7) and request.sampling.max_tokens == TOKENS
@@ -68,19 +70,19 @@ def test_a_served_text_is_a_new_generation_of_the_same_prompt(seed: int) -> None
 
 def test_seeds_of_served_texts_differ_and_greedy_ones_have_none() -> None:
     """Claim: texts with different seeds are asked with different ones; a greedy text has none, as nothing is drawn."""
-    seeds = {build_request(asked_of(text_of(seed, 1.0), 1, TOKENS), None).sampling.seed for seed in range(50)}
+    seeds = {asked_of(text_of(seed, 1.0), 1, TOKENS).sampling.seed for seed in range(50)}
     assert len(seeds) == 50
-    assert not build_request(asked_of(text_of(3, 0.0), 1, TOKENS), None).sampling.HasField("seed")
+    assert not asked_of(text_of(3, 0.0), 1, TOKENS).sampling.HasField("seed")
 
 
 def test_rejection_is_asked_for_by_name_and_without_a_seed() -> None:
     """Claim: under REJECTION a sampled text is asked at its temperature with the rule's name and no seed, which that
     rule refuses; otherwise no rule is named, as seed and temperature decide it."""
-    asked = build_request(asked_of(text_of(3, 0.7), 2, TOKENS, rule=Rule.REJECTION), None)
+    asked = asked_of(text_of(3, 0.7), 2, TOKENS, rule=Rule.REJECTION)
     assert asked.speculative.rule == types_pb.RULE_REJECTION and not asked.sampling.HasField("seed")
     assert asked.sampling.temperature == pytest.approx(0.7)
     for rule, temperature in ((Rule.COUPLED, 0.7), (Rule.GREEDY, 0.0), (None, 0.7)):
-        assert not build_request(asked_of(text_of(3, temperature), 2, TOKENS, rule=rule), None).speculative.rule
+        assert not asked_of(text_of(3, temperature), 2, TOKENS, rule=rule).speculative.rule
 
 
 def test_observed_values_are_those_of_all_outcomes() -> None:
@@ -123,13 +125,15 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Fills with the requests that a pair is sent; each is answered by a token a second, in as many rounds."""
     sent: list[Any] = []
 
-    async def answer(run: Run, channel: object, request: Any) -> None:
+    async def answer(client: Client, request: Any) -> Run:
         sent.append(request)
         count = request.sampling.max_tokens
-        run.token_ids, run.first_count, run.last_s = list(range(count)), 1, count - 1.0
-        run.statistics = coordinator_pb.Statistics(rounds=count)
+        ended = coordinator_pb.Finished(reason=1, statistics=coordinator_pb.Statistics(rounds=count))
+        run = Run(list(range(count)), deltas=[(0.0, 1), (count - 1.0, count - 1)])
+        run.take(event_of(coordinator_pb.GenerateResponse(finished=ended)))
+        return run
 
-    monkeypatch.setattr(serving, "fill", answer)
+    monkeypatch.setattr(Client, "read", answer)
     return sent
 
 
@@ -166,12 +170,12 @@ def test_the_pair_is_served_with_the_threads_that_are_told(
     started: list[ServeSettings] = []
 
     @contextmanager
-    def running(settings: ServeSettings, children: list[object]) -> Iterator[None]:
+    def running(settings: ServeSettings) -> Iterator[None]:
         started.append(settings)
         raise ConfigError("not started")
         yield
 
-    monkeypatch.setattr("specdec.cli.serve.running", running)
+    monkeypatch.setattr("specdec.launch.serving.running", running)
     monkeypatch.setattr(command, "measured", lambda *_: [[]])
     monkeypatch.setattr(command, "prepare_libraries", lambda threads: None)
     asked = AdviseSettings(
@@ -202,7 +206,7 @@ def test_the_new_seed_gives_another_text(folder: Path) -> None:
 
     predicted = texts_with([plan.seed for plan in plans])
     asked = [asked_of(Text(EVERYTHING, params_of(plan), plan.passages[0].given, 0), 2, TOKENS) for plan in plans]
-    new = texts_with([int(own.seed or 0) for own in asked])
+    new = texts_with([own.sampling.seed for own in asked])
     assert all(before != after for before, after in zip(predicted, new, strict=True))
     assert texts_with([plan.seed for plan in plans]) == predicted
 

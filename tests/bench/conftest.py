@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.bench.network import namespaces
-from specdec.bench.network.machines import Network, emulated
+from bench.network import namespaces
+from bench.network.machines import Network, emulated
 
 MACHINES = {"target": (0,), "coordinator": (), "draft": ()}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.bench.against import ROOT, python_of
+from bench.against import ROOT, python_of
 from specdec.errors import SpecdecError
 
 
@@ -33,7 +33,7 @@ def test_this_checkout_against_itself(tmp_path: Path) -> None:
     if not (ROOT / ".venv").is_dir():
         pytest.skip("this checkout has no environment in .venv")
     sizes = ["--turns", "2", "--stream-turns", "1", "--streams", "3", "--out", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "specdec.bench.against", str(ROOT), *sizes], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "bench.against", str(ROOT), *sizes], check=True, timeout=300)
     found = json.loads((tmp_path / "against.json").read_text(encoding="utf-8"))["other_and_this"]
     assert [[len(own) for own in sides] for sides in found.values()] == [[2, 2], [2, 2], [1, 1], [1, 1]]
     assert all(0 < value < 100_000 for sides in found.values() for own in sides for value in own)

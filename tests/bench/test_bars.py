@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.bench.goals import bars_in
-from specdec.bench.pipeline.bars import against_fixed, never_slower
-from specdec.bench.pipeline.measurements import Ratio
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.goals import bars_in
+from bench.pipeline.bars import against_fixed, never_slower
+from bench.pipeline.measurements import Ratio
 
 QUIET = Console(quiet=True)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from bench import coverage
+from bench.coverage import coverage_of
 from specdec.advise.forecast import Estimate, resampled_part
-from specdec.bench import coverage
-from specdec.bench.coverage import coverage_of
 from specdec.errors import ConfigError
 
 

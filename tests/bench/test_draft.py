@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.bench.draft.alone import draft_steps_ms
-from specdec.bench.draft.bare import BareLoop
-from specdec.bench.draft.delivery import Delivery
-from specdec.bench.draft.reader import SPARE_TOKENS, texts_of
-from specdec.bench.harness import DRAFT_MODEL
-from specdec.bench.pipeline.variants import RULES_DEFAULT, rule_of
+from bench.draft.alone import draft_steps_ms
+from bench.draft.bare import BareLoop
+from bench.draft.delivery import Delivery
+from bench.draft.reader import SPARE_TOKENS, texts_of
+from bench.harness import DRAFT_MODEL
+from bench.pipeline.variants import RULES_DEFAULT, rule_of
 from specdec.protocol.types import ResolvedSamplingParams
 from tests.support.threads import one_thread  # noqa: F401
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.bench.engine.__main__ import bars_of, main
-from specdec.bench.engine.bandwidth import limit_ms, step_bytes
-from specdec.bench.engine.products import ROWS as PRODUCT_ROWS
-from specdec.bench.engine.sampler import ALL_PARAMS, made_up_logits, noise_of, request_of
-from specdec.bench.engine.steps import BLOCK_SIZE, CachedTexts, Shape, StepMeasurement, shapes_of
-from specdec.bench.engine.streams import Block, StreamMeasurement, Streams, gain, measurement_of
-from specdec.bench.harness import DRAFT_MODEL
+from bench.engine.__main__ import bars_of, main
+from bench.engine.bandwidth import limit_ms, step_bytes
+from bench.engine.products import ROWS as PRODUCT_ROWS
+from bench.engine.sampler import ALL_PARAMS, made_up_logits, noise_of, request_of
+from bench.engine.steps import BLOCK_SIZE, CachedTexts, Shape, StepMeasurement, shapes_of
+from bench.engine.streams import Block, StreamMeasurement, Streams, gain, measurement_of
+from bench.harness import DRAFT_MODEL
 from specdec.decoding.verification import verify
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel

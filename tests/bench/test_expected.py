@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from specdec.bench.proposers.expected import expected_tokens, passes
+from bench.proposers.expected import expected_tokens, passes
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.offer import Offer
 from specdec.protocol.types import DraftProbs, Proposer

@@ -7,11 +7,11 @@ from dataclasses import fields
 
 import pytest
 
-from specdec.bench.pipeline.measurements import hazards, over_best_other, paired_gain, ratio_of
-from specdec.bench.pipeline.samples import Sample, ends_in_cycle
-from specdec.bench.pipeline.simulated import between
-from specdec.bench.pipeline.sweep import Cell, differing_prompts
-from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, TREE, request_of, speculative_policy, synchronous
+from bench.pipeline.measurements import hazards, over_best_other, paired_gain, ratio_of
+from bench.pipeline.samples import Sample, ends_in_cycle
+from bench.pipeline.simulated import between
+from bench.pipeline.sweep import Cell, differing_prompts
+from bench.pipeline.variants import AUTO, CHAIN, OFF, TREE, request_of, synchronous
 from specdec.rpc.convert_generate import request_from_message
 from specdec.v1 import coordinator_service_pb2 as pb
 
@@ -89,9 +89,10 @@ def test_step_times_between_what_was_measured() -> None:
 @pytest.mark.parametrize("variant", [OFF, AUTO, CHAIN, TREE, synchronous(3)], ids=lambda variant: variant.name)
 def test_every_variant_is_a_request_the_service_takes(variant) -> None:
     """Claim: each variant's request passes every check of a request and has the variant's values."""
-    request = request_from_message(request_of(variant, REJECTION, "text", 8))
+    asked = request_of(variant, REJECTION, "text", 8)
+    request = request_from_message(asked)
     assert request.sampling.max_tokens == 8 and request.sampling.temperature == 0.7
-    message = speculative_policy(variant)
+    message = asked.speculative
     if variant in (OFF, AUTO):
         assert message.policy == (pb.POLICY_OFF if variant is OFF else pb.POLICY_AUTO)
     else:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from specdec.bench.network import namespaces
-from specdec.bench.network.echo import Echo, median_rtt_ms
-from specdec.bench.network.machines import ROOT, Network, emulated
-from specdec.bench.network.waiting import parse_delay
+from bench.network import namespaces
+from bench.network.echo import Echo, median_rtt_ms
+from bench.network.machines import Network, emulated
+from bench.network.waiting import parse_delay
+from bench.processes import ROOT
 
 RTT_ERROR_MS_MAX = 1.5
 needs_namespaces = pytest.mark.skipif(

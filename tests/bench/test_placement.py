@@ -9,12 +9,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.bench.harness import running
-from specdec.bench.network.machines import Network
-from specdec.bench.pipeline.samples import Sample, measure
-from specdec.bench.pipeline.variants import OFF, Variant, synchronous
-from specdec.bench.processes import cpu_seconds, set_priority
-from specdec.bench.rounds import table_models
+from bench.harness import running
+from bench.network.machines import Network
+from bench.pipeline.samples import Sample, measure
+from bench.pipeline.variants import OFF, Variant, synchronous
+from bench.processes import cpu_seconds, set_priority
+from bench.rounds import table_models
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 GREEDY = "GREEDY, temperature 0"

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 from tokenizers import Tokenizer
 
-from specdec.bench import prompt_lookup
-from specdec.bench.harness import TARGET_MODEL
-from specdec.bench.prompts import (
+from bench import prompt_lookup
+from bench.harness import TARGET_MODEL
+from bench.prompts import (
     COPYING_KINDS,
     PROSE_KIND,
     Prompt,
@@ -17,7 +17,7 @@ from specdec.bench.prompts import (
     copying_prompts_for_tuning,
     prose_prompts,
 )
-from specdec.cli.demo import heldout_prompts
+from specdec.folders import CHAT_PROMPTS, heldout_prompts
 
 # Some 80 to 350 tokens of the chat model, and 10 to 40.
 COPYING_CHARACTERS, PROSE_CHARACTERS = (250, 900), (40, 120)
@@ -34,7 +34,7 @@ def test_copying_prompts_are_of_three_kinds() -> None:
 def test_prose_prompts_are_new_questions() -> None:
     """Claim: 16 prompts of one kind, none of which is a question of the shipped chat prompts."""
     assert [own.kind for own in prose_prompts()] == [PROSE_KIND] * 16
-    assert not {own.prompt for own in prose_prompts()} & set(heldout_prompts("chat_prompts.jsonl").values())
+    assert not {own.prompt for own in prose_prompts()} & set(heldout_prompts(CHAT_PROMPTS).values())
 
 
 def test_no_prompt_is_measured_twice_or_tuned_on() -> None:

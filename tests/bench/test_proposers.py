@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from bench.pipeline.variants import OFF
+from bench.prompts import copying_prompts, prose_prompts
+from bench.proposers.chat import LOCAL_AUTO, WARM, chat_results
+from bench.proposers.texts import Found, Text, pooled, pooled_ratio, seconds_of, steps_of
+from bench.proposers.trees import CHAINS, tree_bars, tree_variants
 from specdec.advise.forecast import Estimate
-from specdec.bench.pipeline.variants import OFF
-from specdec.bench.prompts import copying_prompts, prose_prompts
-from specdec.bench.proposers.chat import LOCAL_AUTO, WARM, chat_results
-from specdec.bench.proposers.texts import Found, Text, pooled, pooled_ratio, seconds_of, steps_of
-from specdec.bench.proposers.trees import CHAINS, tree_bars, tree_variants
 from specdec.v1 import coordinator_service_pb2 as pb
 
 

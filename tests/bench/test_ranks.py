@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from specdec.bench.pipeline.ranks import Ranks, token_by_rejection
-from specdec.bench.proposers.trees import best_static_tree, walked_tokens
+from bench.pipeline.ranks import Ranks, token_by_rejection
+from bench.proposers.trees import best_static_tree, walked_tokens
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.types import ResolvedSamplingParams, Rule

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
-from specdec.bench.step.__main__ import bars_in, main
-from specdec.bench.step.gguf_file import in_pairs, write_gguf
-from specdec.bench.step.results import CHAT, DEEPENED, row_bars, served_bars
-from specdec.bench.step.rows import CHAINS, TREE, Reading, measure_rows, measurement_of, stored_bytes
-from specdec.bench.step.served import ServedMeasurement, long_prompts_of
-from specdec.bench.step.served import measurement_of as served_of
-from specdec.bench.step.timing import Timed
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
+from bench.step.__main__ import bars_in, main
+from bench.step.gguf_file import in_pairs, write_gguf
+from bench.step.results import CHAT, DEEPENED, row_bars, served_bars
+from bench.step.rows import CHAINS, TREE, Reading, measure_rows, measurement_of, stored_bytes
+from bench.step.served import ServedMeasurement, long_prompts_of
+from bench.step.served import measurement_of as served_of
+from bench.step.timing import Timed
 from specdec.errors import ConfigError
 from tests.support.threads import one_thread  # noqa: F401
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.bench.trace_picture import lines_until, main
+from bench.trace_picture import lines_until, main
 from specdec.errors import ConfigError
 from specdec.traces.reader import TraceTree, spans_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.holdings import reached
-from specdec.bench.ways import AUTO_ROUND, FIRST_DELTA, OFF_ROUND, Place, Size, size_of
+from bench.holdings import reached
+from bench.ways import AUTO_ROUND, FIRST_DELTA, OFF_ROUND, Place, Size, size_of
 from specdec.errors import SpecdecError
 from specdec.protocol.growth import DraftTreeNode
 
@@ -55,7 +55,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The counts of a run in a process of its own: it profiles every thread."""
     path: Path = tmp_path_factory.mktemp("ways") / "ways.json"
     sizes = ["--requests", "2", "--rounds", str(ROUNDS), "--json", str(path)]
-    subprocess.run([sys.executable, "-m", "specdec.bench.ways", *sizes], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "bench.ways", *sizes], check=True, timeout=120)
     counts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return counts
 

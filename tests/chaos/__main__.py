@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from specdec.bench.bars import as_json, conclude
+from bench.bars import as_json, conclude
 from tests.chaos import proofs
 
 

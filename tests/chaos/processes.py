@@ -10,11 +10,11 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from specdec.bench.network.machines import Emulator
+from bench.network.machines import Emulator
 from specdec.config import ServiceSettings, split_address
 from specdec.launch.children import start
 
-PROXY = "specdec.bench.network.proxy"
+PROXY = "bench.network.proxy"
 
 
 class Restartable:

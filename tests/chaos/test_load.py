@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specdec.bench import harness
-from specdec.bench.bars import Bar
+from bench import harness
+from bench.bars import Bar
 from tests.chaos.__main__ import modules
 from tests.chaos.clients import prompts
 from tests.chaos.texts import Text, references_of

@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from specdec.client.request import make_request
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.services import fixed
@@ -52,19 +53,8 @@ class Text:
 
     def request(self, speculative: Mapping[str, Any], received: Sequence[int] = ()) -> pb.GenerateRequest:
         """The message; `received`: output tokens of an earlier stream."""
-        sampling = pb.SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, ignore_eos=self.ignore_eos
-        )
-        if self.temperature:
-            sampling.seed = self.seed
-        request = pb.GenerateRequest(sampling=sampling, speculative=pb.SpeculativePolicy(**speculative))
-        if isinstance(self.prompt, str):
-            request.text = self.prompt
-        else:
-            request.token_ids.ids.extend(self.prompt)
-        if received:
-            request.resume.output_token_ids.extend(received)
-        return request
+        own = {"max_tokens": self.max_tokens, "temperature": self.temperature, "ignore_eos": self.ignore_eos}
+        return make_request(self.prompt, received, seed=self.seed if self.temperature else None, **own, **speculative)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdec.advise.agreement import Reader, agreement_along
 from specdec.advise.command import advise
 from specdec.advise.settings import AdviseSettings
-from specdec.cli import serve
 from specdec.cli.chat import template_of
-from specdec.cli.demo import CHAT_PROMPT_IDS, heldout_prompts
+from specdec.cli.demo import CHAT_PROMPT_IDS
 from specdec.config import ServeSettings
 from specdec.distill.command import distill
 from specdec.distill.settings import DistillSettings
@@ -30,7 +29,8 @@ from specdec.engine.loading import chat_model, model_folder
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
-from specdec.folders import CHAT_MODEL
+from specdec.folders import CHAT_MODEL, CHAT_PROMPTS, heldout_prompts
+from specdec.launch import serving
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from tests.support.services import MODELS, running
 from tests.support.threads import one_thread  # noqa: F401  # prepare_libraries sets the number for the process
@@ -157,7 +157,7 @@ def distill_it(folder: Path) -> None:
 
 
 def serve_it(folder: Path) -> None:
-    with serve.running(ServeSettings(model=CHAT_MODEL, port=0), []):
+    with serving.running(ServeSettings(model=CHAT_MODEL, port=0)):
         pass
 
 
@@ -203,7 +203,7 @@ def test_the_chat_model_is_converted_once_and_answers(tmp_path):
     assert [name for name in os.listdir(folder.parent) if name.startswith(".")] == []
     told = {"gguf_file": chat_model.gguf_file().name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(chat_model.gguf_file().parent, **told)
-    questions = heldout_prompts("chat_prompts.jsonl")
+    questions = heldout_prompts(CHAT_PROMPTS)
     answered = []
     for own, text in zip(CHAT_PROMPT_IDS, report["texts"], strict=True):
         asked = [{"role": "user", "content": questions[own]}]

@@ -11,9 +11,11 @@ import sys
 
 import pytest
 
-from specdec.cli.demo import PROMPT_IDS, heldout_prompts, misses_of
-from specdec.cli.demo_texts import DemoText, Run
+from specdec.cli.demo import PROMPT_IDS, misses_of
+from specdec.cli.demo_texts import DemoText
 from specdec.cli.demo_view import closing_line
+from specdec.client.run import Run
+from specdec.folders import heldout_prompts
 
 TOKENS = 128
 COMMAND = [sys.executable, "-m", "specdec.cli", "demo", "--max-tokens", str(TOKENS)]
@@ -94,7 +96,7 @@ def read_or_end(descriptor: int) -> bytes:
 
 def text_of(prompt_id: int, ratio: float, is_equal: bool = True) -> DemoText:
     """A text that took 1 s without speculation, and was `ratio` times as fast with it."""
-    on, off = (Run([1, 2, 3], first_count=1, first_s=5.0, last_s=5.0 + seconds) for seconds in (1 / ratio, 1.0))
+    on, off = (Run([1, 2, 3], deltas=[(5.0, 1), (5.0 + seconds, 2)]) for seconds in (1 / ratio, 1.0))
     if not is_equal:
         off.token_ids[1] = 9
     return DemoText(prompt_id, "", (), on, off)

@@ -5,42 +5,48 @@ from __future__ import annotations
 import pytest
 
 from specdec.cli.generate import COLORS, LEGEND, PROPOSER_COLORS, RESET, colored, shares, summary
+from specdec.client.events import event_of
+from specdec.protocol.report import Delta
+from specdec.protocol.types import Proposer, TokenKind
 from specdec.v1 import coordinator_service_pb2 as pb
 
 
 def test_it_has_the_statistics_and_the_trace_id():
     """Claim: tokens, speed, acceptance, length, and the trace id as `specdec trace` takes it."""
-    finished = pb.Finished(trace_id="ab" * 16)
+    finished = pb.Finished(reason=pb.FINISH_REASON_STOP, trace_id="ab" * 16)
     finished.usage.output_tokens = 50
     finished.statistics.time.total_s = 2.0
     finished.statistics.acceptance_histogram.extend([1, 3])
     finished.statistics.draft_acceptance_rate = 0.75
     finished.statistics.mean_acceptance_length = 1.75
     line = "50 tokens, 25.0 tokens/s, acceptance 0.75, 1.75 tokens a speculating round; trace " + "ab" * 16
-    assert summary(finished) == line
+    assert summary(event_of(pb.GenerateResponse(finished=finished))) == line
 
 
-def delta(kind: int, proposers: tuple[int, ...] = ()) -> pb.Delta:
+def delta(kind: int, proposers: tuple[int, ...] = ()) -> Delta:
     """Two tokens: a bonus token, and one of that kind."""
     sources = (pb.PROPOSER_UNSPECIFIED, *proposers) if proposers else ()
-    return pb.Delta(text="onetwo", text_lengths=[3, 3], kinds=[pb.TOKEN_KIND_BONUS, kind], proposers=sources)
+    message = pb.Delta(text="onetwo", text_lengths=[3, 3], kinds=[pb.TOKEN_KIND_BONUS, kind], proposers=sources)
+    event = event_of(pb.GenerateResponse(delta=message))
+    assert isinstance(event, Delta)
+    return event
 
 
-@pytest.mark.parametrize("proposer", PROPOSER_COLORS, ids=pb.Proposer.Name)
+@pytest.mark.parametrize("proposer", PROPOSER_COLORS, ids=lambda proposer: proposer.name)
 def test_accepted_tokens_have_the_colour_of_their_proposer(proposer: int) -> None:
     """Claim: an accepted token has the colour of its proposer, which is no other's and is in the legend; other tokens
     of the delta keep theirs. Conclusive: the whole text is compared."""
     color = PROPOSER_COLORS[proposer]
     assert colored(delta(pb.TOKEN_KIND_ACCEPTED, (proposer,))) == f"one{color}two{RESET}"
     others = [own for name, own in PROPOSER_COLORS.items() if name != proposer]
-    assert color not in (*others, COLORS[pb.TOKEN_KIND_RECOVERED]) and color in LEGEND
+    assert color not in (*others, COLORS[TokenKind.RECOVERED]) and color in LEGEND
 
 
 def test_colours_without_proposers() -> None:
     """Claim: every proposer of the protocol has a colour; a delta without proposers has the draft model's for accepted
     tokens, and recovered tokens have their own."""
     assert {pb.PROPOSER_UNSPECIFIED, *PROPOSER_COLORS} == set(pb.Proposer.values())
-    draft, recovered = PROPOSER_COLORS[pb.PROPOSER_DRAFT], COLORS[pb.TOKEN_KIND_RECOVERED]
+    draft, recovered = PROPOSER_COLORS[Proposer.DRAFT], COLORS[TokenKind.RECOVERED]
     assert colored(delta(pb.TOKEN_KIND_ACCEPTED)) == f"one{draft}two{RESET}"
     assert colored(delta(pb.TOKEN_KIND_RECOVERED)) == f"one{recovered}two{RESET}"
     assert colored(delta(pb.TOKEN_KIND_RECOVERED, (pb.PROPOSER_UNSPECIFIED,))) == f"one{recovered}two{RESET}"

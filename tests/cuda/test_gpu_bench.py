@@ -16,7 +16,7 @@ PROGRAM = """
 import runpy, sys
 sys.modules.update(dict.fromkeys({absent!r}))  # a module that is None there cannot be imported, nor found
 sys.argv = ["bench.gpu", *sys.argv[1:]]
-runpy.run_module("specdec.bench.gpu", run_name="__main__")
+runpy.run_module("bench.gpu", run_name="__main__")
 """
 
 

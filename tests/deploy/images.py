@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import PurePosixPath
 
 from tests.hygiene.sources import ROOT
 
@@ -26,6 +27,15 @@ class Stage:
     environment: dict[str, str] = field(default_factory=dict)
     entrypoint: list[str] = field(default_factory=list)
     user: str = ""
+
+    def holds(self, path: str) -> bool:
+        """Whether the image has this file or folder, which the repository has, copied or below what is copied."""
+        own = PurePosixPath(path).relative_to(IMAGE_ROOT)
+        ignored = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
+        return (ROOT / own).exists() and any(
+            own.is_relative_to(source) and not any(own.is_relative_to(line) for line in ignored)
+            for source, _ in self.copies
+        )
 
 
 @cache

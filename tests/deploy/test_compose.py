@@ -59,13 +59,14 @@ def test_a_service_is_built_and_started_as_it_can_be(name: str) -> None:
     build = service["build"]
     assert (FILE.parent / build["context"] / build["dockerfile"]).samefile(DOCKERFILE)
     assert build["target"] == role_of(name) in stages()
-    copied = {f"{IMAGE_ROOT}/{source}" for source, _ in stages()[role_of(name)].copies}
     assert service["image"] in {c["image"] for pod in pods(overlay("cpu-demo")) for c in pod.containers}
     settings = parse(role_of(name), service["command"], {})
     assert float(service["stop_grace_period"].removesuffix("s")) >= settings.drain_grace_s + DRAIN_REST_S
     assert settings.health_address and f'"{settings.health_address}"' in " ".join(service["healthcheck"]["test"])
     assert service["read_only"] and service["tmpfs"] == ["/tmp"] and service["cap_drop"] == ["ALL"]
-    assert isinstance(settings, CoordinatorSettings) or settings.model in copied
+    model = settings.tokenizer if isinstance(settings, CoordinatorSettings) else settings.model
+    stage, unused = stages()[role_of(name)], f"{IMAGE_ROOT}/specdec/embedded/smollm2-draft"
+    assert stage.holds(model) and not stage.holds(unused)
 
 
 def test_addresses_are_those_of_services() -> None:

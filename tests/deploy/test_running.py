@@ -21,6 +21,7 @@ import pytest
 
 from deploy.requirements import ENGINE
 from specdec.config import ServiceSettings
+from specdec.folders import EMBEDDED_MODELS
 from specdec.launch.children import Child, stop_all, wait_all_ready
 from specdec.settings import listening_host
 from tests.deploy.compose import OWN, compose, role_of
@@ -53,7 +54,7 @@ def of_compose(role: str) -> Command:
 def lay_out(role: str, folder: Path) -> Path:
     """A folder with the files that the service's stage copies, and the kernels if it takes them and they are here."""
     root = folder / role
-    left_out = shutil.ignore_patterns("__pycache__", "_kernels.so")
+    left_out = shutil.ignore_patterns("__pycache__", "_kernels.so", "smollm2-draft", "target-heads")  # .dockerignore
     for source, destination in stages()[role].copies:
         if not source.startswith(("pyproject", "constraints", "deploy")):
             path = root / destination / Path(source).name if destination.endswith("/") else root / destination
@@ -117,7 +118,7 @@ def test_a_draft_with_another_tokenizer_starts_from_its_image(tmp_path: Path) ->
     of a sample text that such a draft knows it read files that no image had, and ended. Conclusive: it imports specdec
     and reads its models from the image's files only, links as links."""
     root = lay_out("draft", tmp_path)
-    models = ROOT / "models"
+    models = EMBEDDED_MODELS
     arguments = [f"--model={models / 'smollm2-draft'}", f"--target-tokenizer={models / 'target'}", "--port=0"]
     environment = {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     child = Child("draft", [*arguments, "--device=cpu", "--threads=1"], environment=environment)

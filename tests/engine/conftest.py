@@ -10,11 +10,12 @@ import pytest
 
 from specdec.engine.loading.model import load_model
 from specdec.engine.table_model import write_table_model
+from specdec.folders import EMBEDDED_MODELS
 from tests.support.engine_bench import VOCABULARY_SIZE, Bench
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, without_kernels
 from tests.support.threads import one_thread  # noqa: F401
 
-SHIPPED = Path(__file__).parents[2] / "models"
+SHIPPED = EMBEDDED_MODELS
 # Sizes that fill no vector register: they would show any kernel that treats the end of a run differently.
 ODD = {"hidden_size": 72, "head_dim": 18, "intermediate_size": 75, "num_key_value_heads": 4}
 LONG = {"max_position_embeddings": 1200}  # beyond two splits of attention, of 512 positions

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from specdec.bench.harness import TARGET_MODEL
+from bench.harness import TARGET_MODEL
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import CausalModel
 from specdec.engine.loading.model import load_model

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT_FOLDERS = ("specdec", "draft_service", "target_service", "coordinator", "models", "bench")
 GENERATED = "specdec/v1/"
-LINKED = ("draft_service", "target_service", "coordinator", "models", "bench")  # imported through links in specdec/
+LINKED = ("draft_service", "target_service", "coordinator")  # imported through links in specdec/
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 
 import pytest
 
+from tests.hygiene.import_table import PROJECT, TABLE, TOOLS, Imports
 from tests.hygiene.sources import (
-    LINKED,
     ROOT,
     Module,
     imported_names,
@@ -19,14 +19,6 @@ from tests.hygiene.sources import (
     report,
 )
 
-PROJECT = ("specdec", *LINKED, "tests")
-TOOLS = ("specdec.bench", "specdec.models")
-MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
-NETWORK_LIBRARIES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
-CLOCKS_AND_CHANCE = ("asyncio", "threading", "time", "datetime", "random", "secrets", "uuid", "os", "socket")
-# Plain values and pure functions of the protocol, which every package may use; tree, session and policy are machines.
-VALUE_MODULES = ("types", "items", "request", "records", "report", "limits", "noise", "fingerprint", "shape", "heads")
-VALUES = tuple(f"specdec.protocol.{name}" for name in VALUE_MODULES)
 # Where generated types may be named beside rpc/convert*.py: the edges that register methods and open streams.
 EDGES_OF_THE_WIRE = frozenset(
     {
@@ -35,237 +27,22 @@ EDGES_OF_THE_WIRE = frozenset(
         "specdec.draft_service.service",
         "specdec.target_service.service",
         "specdec.replica.app",
-        "specdec.cli",
+        "specdec.launch.serving",
+        "specdec.client",
     }
 )
+PLACES = {line.package: place for place, line in enumerate(TABLE)}
 
 
-@dataclass(frozen=True, slots=True)
-class Imports:
-    """One line of the table. `project`: the parts of the project that may be imported; `never`: outside libraries."""
-
-    package: str
-    project: tuple[str, ...]
-    never: tuple[str, ...] = ()
-
-
-TABLE = (
-    Imports("specdec.errors", (), MODEL_LIBRARIES + NETWORK_LIBRARIES),
-    Imports("specdec.folders", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
-    Imports("specdec.process_watch", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
-    Imports("specdec.terminal", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
-    Imports("specdec.streams", ("specdec.terminal",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
-    Imports("specdec.tokenizer_file", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
-    Imports("specdec.settings", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",)),
-    Imports(
-        "specdec.config",
-        ("specdec.errors", "specdec.folders", "specdec.settings", *VALUES),
-        MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",),
-    ),
-    Imports(
-        "specdec.protocol",
-        ("specdec.errors",),
-        MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE,
-    ),
-    Imports(
-        "specdec.policy",
-        (
-            "specdec.errors",
-            "specdec.protocol.types",
-            "specdec.protocol.plan",
-            "specdec.protocol.policy",
-            "specdec.protocol.records",
-        ),
-        MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE,
-    ),
-    Imports(
-        "specdec.decoding",
-        (
-            "specdec.errors",
-            "specdec.protocol.types",
-            "specdec.protocol.noise",
-            "specdec.protocol.shape",
-            "specdec.engine.cpu.kernels",
-            "specdec.engine.cpu.sampling",
-        ),
-        NETWORK_LIBRARIES + ("asyncio", "transformers"),
-    ),
-    Imports(
-        "specdec.engine",
-        (
-            "specdec.errors",
-            "specdec.terminal",
-            "specdec.folders",
-            "specdec.process_watch",
-            "specdec.tokenizer_file",
-            "specdec.protocol.types",
-            "specdec.protocol.heads",
-            "specdec.protocol.fingerprint",
-        ),
-        NETWORK_LIBRARIES + ("asyncio", "pydantic"),
-    ),
-    Imports(
-        "specdec.telemetry",
-        ("specdec.__version__", "specdec.errors", "specdec.terminal", "specdec.config", *VALUES),
-        MODEL_LIBRARIES,
-    ),
-    Imports(
-        "specdec.rpc",
-        ("specdec.__version__", "specdec.errors", "specdec.config", "specdec.telemetry", "specdec.v1", *VALUES),
-        MODEL_LIBRARIES,
-    ),
-    Imports(
-        "specdec.replica",
-        (
-            "specdec.process_watch",
-            "specdec.errors",
-            "specdec.config",
-            "specdec.folders",
-            "specdec.engine",
-            "specdec.rpc",
-            "specdec.telemetry",
-            "specdec.v1",
-            *VALUES,
-        ),
-        ("transformers",),
-    ),
-    Imports(
-        "specdec.launch",
-        ("specdec.errors", "specdec.streams", "specdec.settings", "specdec.config", "specdec.engine.parallel.place"),
-        MODEL_LIBRARIES + NETWORK_LIBRARIES,
-    ),
-    Imports(
-        "specdec.traces",
-        ("specdec.errors",),
-        MODEL_LIBRARIES + NETWORK_LIBRARIES,
-    ),
-    Imports(
-        "specdec.cli",
-        (
-            "specdec.__version__",
-            "specdec.errors",
-            "specdec.terminal",
-            "specdec.streams",
-            "specdec.launch",
-            "specdec.traces",
-            "specdec.config",
-            "specdec.folders",
-            "specdec.rpc",
-            "specdec.telemetry",
-            "specdec.v1",
-            "specdec.settings",
-            "specdec.advise.settings",
-            "specdec.chat",
-            "specdec.distill.settings",
-            "specdec.engine.loading.model_folder",
-            "specdec.coordinator.service",
-            "specdec.draft_service.service",
-            "specdec.target_service.service",
-            *VALUES,
-        ),
-        MODEL_LIBRARIES,
-    ),
-    Imports(
-        "specdec.chat",
-        ("specdec.errors", "specdec.folders", "specdec.tokenizer_file"),
-        MODEL_LIBRARIES + NETWORK_LIBRARIES,
-    ),
-    Imports(
-        "specdec.distill",
-        (
-            "specdec.errors",
-            "specdec.folders",
-            "specdec.terminal",
-            "specdec.settings",
-            "specdec.tokenizer_file",
-            "specdec.chat",
-            "specdec.decoding",
-            "specdec.engine",
-            *VALUES,
-        ),
-        NETWORK_LIBRARIES + ("asyncio",),
-    ),
-    Imports(
-        "specdec.advise",
-        (
-            "specdec.errors",
-            "specdec.terminal",
-            "specdec.settings",
-            "specdec.config",
-            "specdec.cli",
-            "specdec.decoding",
-            "specdec.distill",
-            "specdec.engine",
-            "specdec.policy.steps",
-            "specdec.rpc.client",
-            "specdec.v1",
-            *VALUES,
-        ),
-        NETWORK_LIBRARIES,
-    ),
-    Imports(
-        "specdec.ray",
-        (
-            "specdec.errors",
-            "specdec.terminal",
-            "specdec.settings",
-            "specdec.config",
-            "specdec.rpc.client",
-            "specdec.cli.options",
-            "specdec.launch.children",
-            "specdec.streams",
-        ),
-        MODEL_LIBRARIES,
-    ),
-    *(
-        Imports(
-            service,
-            (
-                "specdec.errors",
-                "specdec.config",
-                "specdec.decoding",
-                "specdec.engine",
-                "specdec.replica",
-                "specdec.rpc",
-                "specdec.telemetry",
-                "specdec.v1",
-                "specdec.cli.main",
-                "specdec.protocol.tree",
-                "specdec.protocol.growth",
-                "specdec.protocol.calibration",
-                "specdec.policy.steps",
-                *VALUES,
-                *more,
-            ),
-            ("transformers",),
-        )
-        for service, more in (
-            ("specdec.draft_service", ()),
-            ("specdec.target_service", ("specdec.folders", "specdec.protocol.rejection")),
-        )
-    ),
-    Imports(
-        "specdec.coordinator",
-        (
-            "specdec.process_watch",
-            "specdec.errors",
-            "specdec.config",
-            "specdec.folders",
-            "specdec.policy",
-            "specdec.protocol",
-            "specdec.rpc",
-            "specdec.telemetry",
-            "specdec.v1",
-            "specdec.cli.main",
-        ),
-        MODEL_LIBRARIES,
-    ),
-)
+def line_of(name: str) -> str | None:
+    """The package of the line that a module or name is about: the longest that it lies in."""
+    lines = [package for package in PLACES if is_within(name, (package,))]
+    return max(lines, key=len, default=None)
 
 
 def modules_of(package: str) -> list[Module]:
     """The modules a line of the table is about."""
-    return [module for module in product_modules() if is_within(module.name, (package,))]
+    return [module for module in product_modules() if line_of(module.name) == package]
 
 
 @pytest.mark.parametrize("line", TABLE, ids=lambda line: line.package)
@@ -326,13 +103,45 @@ def test_no_modules_import_each_other() -> None:
     assert circles({name: needed(name) for name in modules}) == [], "Move what both need below them."
 
 
+def upward(imports: Mapping[str, Set[str]]) -> list[str]:
+    """The imports, names by the module that has them, whose line is below that of the module."""
+    return [
+        f"{module} -> {name}"
+        for module, names in imports.items()
+        for name in sorted(names)
+        if (own := line_of(module)) and (other := line_of(name)) and PLACES[other] > PLACES[own]
+    ]
+
+
+def test_no_arrow_points_up() -> None:
+    """Claim: the table is an order: a package imports from lines above its own only, so none needs what is built on it,
+    and the page has the lines in this order. Conclusive: every import is looked up, and a planted one is found; the
+    services, which the command runs, name it in their programs (`__main__`) alone, which no module imports."""
+    modules = [module for module in product_modules() if not is_within(module.name, TOOLS)]
+    assert upward({module.name: {name for _, name in imported_names(module)} for module in modules}) == []
+    assert upward({"specdec.advise.serving": {"specdec.cli.demo.fill"}}) == [
+        "specdec.advise.serving -> specdec.cli.demo.fill"
+    ]
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("| package | content |")[2]
+    heads = [line.split(" | ")[0] for line in page.partition("\n\n")[0].splitlines() if line.startswith("| `")]
+    named = [name for head in heads for name in re.findall(r"`([\w.]+)`", head)]
+    assert [name if name.startswith("specdec.") else f"specdec.{name}" for name in named] == list(PLACES)
+
+
+def test_one_module_knows_commands_of_other_packages() -> None:
+    """Claim: of the command's modules only its table names advise and distill; it names them by their settings, and
+    what they run as text. Conclusive: the table's lines of both are compared."""
+    packages = ("specdec.advise", "specdec.distill", "specdec.ray")
+    knowing = [line.package for line in TABLE if any(is_within(name, packages) for name in line.project)]
+    assert [package for package in knowing if is_within(package, ("specdec.cli",))] == ["specdec.cli.main"]
+
+
 def test_every_package_has_a_line() -> None:
     """Claim: no package escapes the table; a new one gets a line before it gets code."""
-    packages = [line.package for line in TABLE]
     strays = [
         module.path
         for module in product_modules()
-        if not is_within(module.name, tuple(packages)) and not is_within(module.name, TOOLS)
+        if line_of(module.name) is None and not is_within(module.name, TOOLS)
     ]
     assert [path for path in strays if path != "specdec/__init__.py"] == [], "Add the package to TABLE of this test."
 
@@ -354,7 +163,7 @@ def test_generated_types_stop_at_the_edge() -> None:
     problems = [
         f"{module.at(node)}: imports {name}"
         for module in product_modules()
-        if not is_within(module.name, ("specdec.bench",))
+        if not is_within(module.name, TOOLS)
         and not module.name.startswith("specdec.rpc.convert")
         and not is_within(module.name, EDGES_OF_THE_WIRE)
         for node, name in imported_names(module)
@@ -371,17 +180,17 @@ def loaded_by_importing(names: list[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_coordinator_never_loads_torch() -> None:
-    """Claim: the coordinator runs where no model library is installed (design section 5).
+def test_coordinators_and_their_clients_never_load_torch() -> None:
+    """Claim: the coordinator and its clients run where no model library is installed (design section 5).
 
-    Conclusive: a fresh process imports every module of it, and all their imports in turn are in sys.modules.
+    Conclusive: a fresh process imports every module of both, and all their imports in turn are in sys.modules.
     """
-    names = [module.name for module in modules_of("specdec.coordinator") if not module.name.endswith("__main__")]
+    names = [module.name for package in ("specdec.coordinator", "specdec.client") for module in modules_of(package)]
     loaded = loaded_by_importing([*names, "specdec.cli.main"])
     assert "specdec.protocol.rejection" in loaded
     never = ("torch", "transformers", "specdec.engine", "specdec.decoding")
     unwanted = sorted(name for name in loaded if is_within(name, never))
-    assert not unwanted, f"importing the coordinator loads {unwanted[:5]}; keep them in the other services"
+    assert not unwanted, f"importing them loads {unwanted[:5]}; keep them in the other services"
 
 
 def test_the_protocol_loads_the_standard_library_only() -> None:

@@ -15,7 +15,7 @@ UNSAFE_FLAGS = frozenset({"trust_remote_code", "allow_pickle", "shell"})
 PYTHON_HOSTS = ("py" + "pi.org", "python" + "hosted.org", "download.py" + "torch.org")
 REGISTRY_HOSTS = (*PYTHON_HOSTS, "npm" + "js.", "crates" + ".io")
 MACHINE_PATHS = re.compile(r"(?<![\w.}-])(?:/" + "work/|/" + r"root/|/tmp/" + r"w(?!\w))")
-PROMPTS = "models/heldout_prompts.jsonl"  # source text of others, whatever it names
+PROMPTS = "specdec/embedded/heldout_prompts.jsonl"  # source text of others, whatever it names
 
 
 def unsafe_uses(module: Module) -> Iterator[tuple[ast.AST, str]]:

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.errors import ConfigError
-from specdec.folders import EMBEDDED_MODELS
-from specdec.models.chat_questions import questions
-from specdec.models.data import (
+from models.chat_questions import questions
+from models.data import (
     PROMPTS_FILE,
     PromptFilter,
     SourceFile,
@@ -24,8 +22,10 @@ from specdec.models.data import (
     telling_lines,
     write_corpus,
 )
-from specdec.models.sizes import SMALL
-from specdec.models.sources import SOURCES, STANDARD_LIBRARY, Source, is_taken, source_files
+from models.sizes import SMALL
+from models.sources import SOURCES, STANDARD_LIBRARY, Source, is_taken, source_files
+from specdec.errors import ConfigError
+from specdec.folders import EMBEDDED_MODELS
 
 NO_PROMPTS = PromptFilter([])
 

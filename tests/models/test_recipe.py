@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models import compare_students, data, distill_draft, evaluate, tokenizer, train_target
+from models.sizes import SMALL
+from models.training import Budget, Sequences, learning_rate_share
 from specdec.errors import ConfigError
-from specdec.models import compare_students, data, distill_draft, evaluate, tokenizer, train_target
-from specdec.models.sizes import SMALL
-from specdec.models.training import Budget, Sequences, learning_rate_share
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,16 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
+from models.data import PROMPTS_FILE, read_prompts
 from specdec.cli.demo import CHAT_PROMPT_IDS
 from specdec.engine.heads import load_heads
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ModelRefused
-from specdec.models.data import PROMPTS_FILE, read_prompts
+from specdec.folders import EMBEDDED_MODELS
 
-FOLDER = PROMPTS_FILE.parent
+FOLDER = EMBEDDED_MODELS
 MODELS = ("target", "draft")
 CHAT_DRAFT_BYTES_MAX = 40 << 20
 HEADS_BYTES_MAX = 3 << 20

@@ -89,7 +89,7 @@ def install(wheel: Path, folder: Path) -> Installation:
 
 
 def test_the_wheel_adds_one_name(installed: Installation) -> None:
-    """Claim: site-packages gets `specdec` and its metadata, and no name as generic as `coordinator` or `bench`."""
+    """Claim: site-packages gets `specdec` and its metadata, and no name as generic as `coordinator`."""
     assert {name.split("-")[0] for name in installed.added} == {"specdec"}, installed.added
 
 
@@ -110,20 +110,28 @@ def test_the_demo_runs_from_the_wheel(installed: Installation) -> None:
 
 
 def test_the_other_commands_are_there(installed: Installation) -> None:
-    """Claim: serve, generate and the benchmarks can be run from the wheel."""
+    """Claim: serve and generate can be run from the wheel; a benchmark says that it is run from a checkout, and how."""
     assert "--otlp-traces-endpoint" in installed.run("serve", "--help")
     assert "--temperature" in installed.run("generate", "--help")
-    names = [line.split()[0] for line in installed.run("bench", "--list").splitlines() if line.startswith("  ")]
-    assert {"pipeline", "draft", "peers"} <= set(names)
-    assert "usage:" in installed.run("bench", "pipeline", "--help")
+    assert "run from a checkout" in installed.run("bench", "--list")
+    asked = [str(installed.python.with_name("specdec")), "bench", "pipeline", "--help"]
+    refused = subprocess.run(asked, cwd=installed.folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1 and "checkout of specdec: python -m bench.pipeline in its folder" in refused.stderr
 
 
 def test_the_sdist_holds_the_sources(distributions: tuple[Path, Path]) -> None:
-    """Claim: the sdist builds by itself: it holds the build file and, as plain files, every package of the wheel."""
+    """Claim: the sdist builds by itself: it holds the build file and, as plain files, every package of the wheel; the
+    benchmarks and the recipe are in neither, and the embedded models and prompts in both."""
     with tarfile.open(distributions[1]) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    for package in ("coordinator", "draft_service", "target_service", "bench", "models"):
+    for package in ("coordinator", "draft_service", "target_service"):
         assert f"specdec/{package}/__init__.py" in names
+    with zipfile.ZipFile(distributions[0]) as archive:
+        inside = set(archive.namelist())
+    data = {path for path in project_files() if path.startswith("specdec/embedded/")}
+    assert len(data) > 20 and data <= names and data <= inside
+    strays = {name for name in names | inside if {"bench", "models"} & {*name.split("/")[:2]}}
+    assert not strays, strays
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
     native = {path for path in project_files() if path.startswith("specdec/engine/cpu/native/")}
     assert len(native) > 5 and native <= names

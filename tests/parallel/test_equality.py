@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from specdec.bench.harness import TARGET_MODEL, heldout_prompts
+from bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.parallel.exchange import SLOT_BYTES, SharedExchange
 from specdec.engine.parallel.modules import add_in_rank_order

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.bench.tensor_parallel import (
+from bench.tensor_parallel import (
     SHAPE,
     TINY_SHAPE,
     VOCABULARY_SIZE,

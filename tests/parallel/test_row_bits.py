@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.bench.harness import TARGET_MODEL
+from bench.harness import TARGET_MODEL
 from tests.engine import test_row_independence as independence
 from tests.engine import test_target_trees as trees
 from tests.support.engine_models import Driver

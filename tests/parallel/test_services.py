@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.config import ServeSettings, TargetSettings
 from specdec.launch.children import Child, start
 from specdec.v1 import target_service_pb2_grpc as target_grpc

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.bench.policy_bursts import MOST_S, WORLDS, held_back_s
-from specdec.bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, Cell, rate
-from specdec.bench.policy_world import FixedService, Simulated
+from bench.policy_bursts import MOST_S, WORLDS, held_back_s
+from bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, Cell, rate
+from bench.policy_world import FixedService, Simulated
 from specdec.policy.auto_policy import EXPLORATION_MOST_S, AutoPolicy
 from specdec.policy.table import JUMP_PROBE_MOST_S, Table
 from specdec.protocol.plan import OFF_PLAN, Plan

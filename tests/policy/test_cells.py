@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.bench.policy_cells import OF_OFF, AutoService, Cell, failing_cells, one, paying_cells, rate, run
-from specdec.bench.policy_world import FixedService, Simulated
+from bench.policy_cells import OF_OFF, AutoService, Cell, failing_cells, one, paying_cells, rate, run
+from bench.policy_world import FixedService, Simulated
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.table import EXPLORATION_SHARE
 from specdec.protocol.plan import OFF_PLAN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.bench.policy_cells import TARGET_S, many, one, steps_of
-from specdec.bench.policy_world import Service, Simulated, World
+from bench.policy_cells import TARGET_S, many, one, steps_of
+from bench.policy_world import Service, Simulated, World
 from specdec.policy.draft_limit import DraftLimit, Load
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.plan import OFF_PLAN, Plan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
+from bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.fleet import Fleet
 from specdec.policy.auto_policy import AutoPolicy

@@ -126,7 +126,7 @@ def test_the_shipped_files_are_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """Claim: the files of deploy/ray are read without a complaint, and folders in them become whole paths."""
     monkeypatch.chdir(ROOT)
     own = read_deployment(str(FOLDER / "cpu.yaml"))
-    assert own.target.model == own.coordinator.tokenizer == str(ROOT / "models" / "target")
+    assert own.target.model == own.coordinator.tokenizer == str(ROOT / "specdec" / "embedded" / "target")
     text = (FOLDER / "specdec.yaml").read_text(encoding="utf-8")
     for name in ("tls.crt", "tls.key", "ca.crt"):
         (tmp_path / name).write_text("", encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.bench.network.namespaces import why_unusable
+from bench.network.namespaces import why_unusable
 
 TIMEOUT_S = 1200
 
@@ -26,7 +26,7 @@ def test_what_dies_on_three_machines_comes_back(tmp_path: Path):
     """
     pytest.importorskip("ray", reason="Ray is not installed")
     file = tmp_path / "measurements.json"
-    command = [sys.executable, "-m", "specdec.bench.ray_restarts", "--tries", "1", "--json", str(file)]
+    command = [sys.executable, "-m", "bench.ray_restarts", "--tries", "1", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     measurements = {

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from specdec.bench.network.machines import Emulator
+from bench.network.machines import Emulator
 from specdec.rpc.limits import PING_OPTIONS
 from specdec.rpc.server import Context, Write
 from specdec.rpc.silence import SILENT_S

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from specdec.bench.harness import heldout_prompts
+from bench.harness import heldout_prompts
 from tests.support.services import MODELS, SHAPES, fixed
 
 WINDOW_TOKENS_MIN = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.bench.harness import running
+from bench.harness import running
 from specdec.launch.children import arguments_of
 from tests.support.certificates import Authority
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import grpc
 
-from specdec.bench import harness
+from bench import harness
+from specdec.client.request import make_request
 from specdec.config import CoordinatorSettings
 from specdec.folders import EMBEDDED_MODELS
 from specdec.launch.children import Child, start
@@ -94,23 +95,8 @@ class Client:
         **sampling: Any,
     ) -> pb.GenerateRequest:
         """The message; `sampling` by the names of SamplingParams."""
-        bias = [types_pb.LogitBias(token_id=t, bias=b) for t, b in sampling.pop("logit_bias", {}).items()]
-        request = pb.GenerateRequest(
-            sampling=pb.SamplingParams(logit_bias=bias, **sampling),
-            speculative=pb.SpeculativePolicy(**(speculative or {})),
-            cache_salt=cache_salt,
-        )
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.ids.extend(prompt)
-        if isinstance(prediction, str):
-            request.prediction.text = prediction
-        elif prediction:
-            request.prediction.token_ids.ids.extend(prediction)
-        if resume is not None:
-            request.resume.output_token_ids.extend(resume)
-        return request
+        fields = {**sampling, **(speculative or {})}
+        return make_request(prompt, resume or (), prediction, cache_salt=cache_salt, **fields)
 
     def generate(self, prompt: str | Sequence[int], timeout_s: float = 120.0, **asked: Any) -> Outcome:
         """Runs one generation to its end. Raises grpc.RpcError."""

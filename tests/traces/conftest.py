@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.bench.otlp_receiver import Receiver
+from bench.otlp_receiver import Receiver
 from specdec.engine.table_model import write_table_model
 from tests.support.services import Services
 from tests.support.traces import traced

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.otlp_receiver import Receiver
+from bench.otlp_receiver import Receiver
 from specdec.cli.trace_view import FOLD_FROM
 from tests.support.services import Outcome, Services, fixed
 from tests.support.traces import ReadTrace, trace_of

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.bench.otlp_receiver import Receiver
+from bench.otlp_receiver import Receiver
 from specdec.traces.facts import facts_of
 from specdec.traces.reader import TraceTree, spans_of
 from tests.support.services import Client, Outcome, Services, fixed

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from specdec.bench.otlp_receiver import Receiver
+from bench.otlp_receiver import Receiver
 from specdec.traces.facts import WAIT_MS_MIN, facts_of
 from specdec.traces.reader import TraceTree, spans_of
 from tests.support.services import running

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.network.machines import emulated
-from specdec.bench.otlp_receiver import Receiver
+from bench.network.machines import emulated
+from bench.otlp_receiver import Receiver
 from specdec.config import CoordinatorSettings
 from specdec.launch.children import start
 from tests.support.pages import Watched, watched

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.network.machines import Network, emulated
-from specdec.bench.otlp_receiver import Receiver
+from bench.network.machines import Network, emulated
+from bench.otlp_receiver import Receiver
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.launch.children import Child, arguments_of, start, wait_all_ready
 from tests.support.services import Client, fixed

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.bench.bars import Bar
-from specdec.bench.processes import cpu_seconds
+from bench.bars import Bar
+from bench.processes import cpu_seconds
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from tests.chaos.bomb_list import REFUSALS, Bomb, all_bombs

@@ -18,8 +18,8 @@ from typing import Any
 import grpc
 from rich.console import Console
 
-from specdec.bench.bars import Bar
-from specdec.bench.processes import cpu_seconds
+from bench.bars import Bar
+from bench.processes import cpu_seconds
 from tests.chaos.call_flood import KINDS
 from tests.support.pages import free_address
 from tests.support.services import MODELS, Client, Services, running

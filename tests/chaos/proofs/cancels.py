@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from specdec.bench import harness
-from specdec.bench.bars import Bar
+from bench import harness
+from bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from tests.chaos.clients import percentile, with_stub
 from tests.chaos.processes import descriptor_count, metric_values, thread_count

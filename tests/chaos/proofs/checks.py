@@ -15,7 +15,7 @@ from unittest import mock
 
 from rich.console import Console
 
-from specdec.bench.bars import Bar
+from bench.bars import Bar
 from specdec.protocol import items
 from specdec.protocol.types import DraftProbs, SamplerOutput
 from specdec.rpc import convert, convert_items, field_count, link

@@ -22,11 +22,11 @@ from typing import Any
 import grpc
 from rich.console import Console
 
-from specdec.bench.bars import Bar, worst_of
-from specdec.bench.otlp_receiver import Receiver
-from specdec.bench.pipeline.measurements import Ratio, ratio_of
-from specdec.bench.processes import cpu_seconds
-from specdec.bench.trace_counts import collector, variables
+from bench.bars import Bar, worst_of
+from bench.otlp_receiver import Receiver
+from bench.pipeline.measurements import Ratio, ratio_of
+from bench.processes import cpu_seconds
+from bench.trace_counts import collector, variables
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.processes import Restartable
 from tests.chaos.tables import Tables, table_texts, tables

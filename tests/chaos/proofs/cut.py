@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 from rich.console import Console
 
-from specdec.bench.bars import Bar, worst_of
+from bench.bars import Bar, worst_of
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.rpc.limits import KEEPALIVE_OPTIONS

@@ -19,9 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
-from specdec.bench.bars import Bar, worst_of
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
-from specdec.bench.poor_drafts import hundred_times_slower
+from bench.bars import Bar, worst_of
+from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from bench.poor_drafts import hundred_times_slower
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb

@@ -15,8 +15,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
-from specdec.bench import harness
-from specdec.bench.bars import Bar
+from bench import harness
+from bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.clients import OPTIONS, Stream, read, with_stub

@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from specdec.bench import harness
-from specdec.bench.bars import Bar
+from bench import harness
+from bench.bars import Bar
 from specdec.config import CoordinatorSettings
 from specdec.launch.children import start
 from tests.chaos.clients import Stream, prompts, read, with_stub

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from specdec.bench.bars import Bar
+from bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import types_pb2 as types_pb
 from tests.chaos import mutations

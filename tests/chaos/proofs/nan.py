@@ -14,8 +14,8 @@ import grpc
 import torch
 from rich.console import Console
 
-from specdec.bench import harness
-from specdec.bench.bars import Bar
+from bench import harness
+from bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from tests.chaos.clients import Stream, prompts, read, with_stub
 from tests.chaos.texts import Text

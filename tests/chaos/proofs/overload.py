@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 from rich.console import Console
 
-from specdec.bench import harness
-from specdec.bench.bars import Bar, worst_of
+from bench import harness
+from bench.bars import Bar, worst_of
 from tests.chaos.clients import Stream, percentile, prompts, read, retry_after_s, with_stub
 from tests.chaos.processes import peak_of
 from tests.chaos.texts import Text

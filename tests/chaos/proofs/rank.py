@@ -25,8 +25,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
-from specdec.bench.bars import Bar, worst_of
-from specdec.bench.harness import TARGET_MODEL, heldout_prompts
+from bench.bars import Bar, worst_of
+from bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.config import CoordinatorSettings, TargetSettings
 from specdec.engine.parallel.group import Bounds
 from specdec.errors import RANK_LOST_EXIT_CODE

@@ -21,8 +21,8 @@ from typing import Any
 import grpc
 from rich.console import Console
 
-from specdec.bench.bars import Bar, worst_of
-from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from bench.bars import Bar, worst_of
+from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc

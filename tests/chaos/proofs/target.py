@@ -13,7 +13,7 @@ import time
 import grpc
 from rich.console import Console
 
-from specdec.bench.bars import Bar, worst_of
+from bench.bars import Bar, worst_of
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.processes import Restartable
 from tests.chaos.tables import Tables, table_texts, tables

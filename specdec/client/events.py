@@ -1,0 +1,91 @@
+"""The messages of a stream as values: its start, its tokens, its end.
+
+A `Delta` is the coordinator's own value. Numerics and statistics stay the messages that they came as: their fields are
+documented there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from specdec.errors import Mismatch
+from specdec.protocol.report import Delta
+from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import types_pb2 as types_pb
+
+Statistics = coordinator_pb.Statistics
+# A coordinator may be newer than its client: a value that is not known here is None, or that of a plain token.
+_RULES = {rule.value: rule for rule in Rule}
+_REASONS = {reason.value: reason for reason in FinishReason}
+_KINDS = {kind.value: kind for kind in TokenKind}
+_PROPOSERS = {proposer.value: proposer for proposer in Proposer}
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was admitted; `seed` and `rule` are those in force. Texts of the same digest, numerics, prompt,
+    parameters and seed are the same."""
+
+    request_id: str
+    seed: int
+    rule: Rule | None
+    rule_reason: str
+    prompt_length: int
+    max_tokens: int
+    model_digest: str
+    numerics: types_pb.NumericsProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The text ended. Token counts are of the whole text; statistics of the last stream, if it was resumed."""
+
+    reason: FinishReason | None
+    stop_string: str
+    stop_token_id: int | None
+    prompt_tokens: int
+    output_tokens: int
+    statistics: Statistics
+    trace_id: str
+
+
+Event = Started | Delta | Finished
+
+
+def event_of(response: coordinator_pb.GenerateResponse) -> Event:
+    """Returns the event of a message. Raises Mismatch for one that only another version knows."""
+    if response.HasField("delta"):
+        return _delta(response.delta)
+    if response.HasField("started"):
+        own = response.started
+        rule = _RULES.get(own.rule), own.rule_reason
+        counts = own.prompt_length, own.max_tokens
+        return Started(own.request_id, own.seed, *rule, *counts, own.model_digest, own.numerics)
+    if response.HasField("finished"):
+        end, usage = response.finished, response.finished.usage
+        stop = end.stop_string, end.stop_token_id if end.HasField("stop_token_id") else None
+        counts = usage.prompt_tokens, usage.output_tokens
+        return Finished(_REASONS.get(end.reason), *stop, *counts, end.statistics, end.trace_id)
+    raise Mismatch("the coordinator is of another version: it sent an unknown event")
+
+
+def _delta(message: coordinator_pb.Delta) -> Delta:
+    kinds = tuple(_KINDS.get(kind, TokenKind.BONUS) for kind in message.kinds)
+    if message.proposers:
+        proposers = tuple(_PROPOSERS.get(proposer, Proposer.NONE) for proposer in message.proposers)
+    else:  # the draft model alone proposed
+        proposers = tuple(Proposer.DRAFT if kind is TokenKind.ACCEPTED else Proposer.NONE for kind in kinds)
+    logprobs = tuple(
+        PositionLogprobs(entry.logprob, tuple(entry.top_token_ids), tuple(entry.top_logprobs))
+        for entry in message.logprobs
+    )
+    ids, lengths = tuple(message.token_ids), tuple(message.text_lengths)
+    return Delta(message.first_output_index, ids, kinds, message.text, lengths, logprobs, proposers)
+
+
+def pieces_of(delta: Delta) -> list[str]:
+    """Returns each token's part of the delta's text."""
+    ends = itertools.accumulate(delta.text_lengths, initial=0)
+    return [delta.text[start:end] for start, end in itertools.pairwise(ends)]

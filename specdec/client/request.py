@@ -1,0 +1,68 @@
+"""Requests to a coordinator, from plain values.
+
+The server, which has the model, checks ranges, and its error names field and limit. Only values that do not fit the
+message are refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.errors import ConfigError
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import types_pb2 as types_pb
+
+Request = coordinator_pb.GenerateRequest
+SAMPLING, SPECULATIVE = (
+    tuple(field.name for field in message.DESCRIPTOR.fields)
+    for message in (coordinator_pb.SamplingParams, coordinator_pb.SpeculativePolicy)
+)
+FIELDS = (*SAMPLING, *SPECULATIVE)  # all that `make_request` takes by name
+
+
+def make_request(
+    prompt: str | Sequence[int],
+    resumed: Sequence[int] = (),
+    prediction: str | Sequence[int] = (),
+    label: str = "",
+    cache_salt: str = "",
+    **fields: Any,
+) -> Request:
+    """Returns the message. `prompt` and `prediction` are texts or token ids, `resumed` output token ids of an earlier
+    stream. `fields` are those of SamplingParams and SpeculativePolicy; None leaves one absent. `logit_bias` is pairs or
+    a mapping; rule, policy and proposers are words such as "greedy", or names of the wire. Raises ConfigError for a
+    value that does not fit."""
+    biases = fields.pop("logit_bias", None) or ()
+    pairs = biases.items() if isinstance(biases, Mapping) else biases
+    for name, prefix in (("rule", "RULE_"), ("policy", "POLICY_")):
+        fields[name] = _named(fields.get(name), prefix)
+    fields["proposers"] = [_named(name, "PROPOSER_") for name in fields.get("proposers") or ()]
+    try:
+        request = Request(
+            sampling=coordinator_pb.SamplingParams(
+                logit_bias=[types_pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs],
+                **{name: fields.pop(name) for name in SAMPLING if name in fields},
+            ),
+            speculative=coordinator_pb.SpeculativePolicy(**fields),
+            label=label,
+            cache_salt=cache_salt,
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        if isinstance(prediction, str):
+            request.prediction.text = prediction
+        elif prediction:
+            request.prediction.token_ids.ids.extend(prediction)
+        if resumed:
+            request.resume.output_token_ids.extend(resumed)
+    except (UnicodeEncodeError, ValueError) as error:
+        raise ConfigError(f"the request cannot be sent, its texts must be UTF-8: {error}") from error
+    return request
+
+
+def _named(value: Any, prefix: str) -> Any:
+    """Returns the name on the wire of a word; other values unchanged."""
+    return prefix + value.upper().removeprefix(prefix) if isinstance(value, str) else value

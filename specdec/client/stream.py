@@ -1,0 +1,116 @@
+"""A channel to a coordinator, and `Generate` over it: a stream that is lost is resumed, so that its reader sees one
+text.
+
+Resumed is what ends after its start for a reason that waiting can mend: a lost target or coordinator, a full one, a
+reader that paused for too long. It is asked for again with the tokens that came and the seed in force, so the text is
+the undisturbed one. Nothing is repeated before the start: a wrong address is told at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from specdec.client.events import Event, event_of
+from specdec.client.request import Request
+from specdec.client.run import Run
+from specdec.errors import CacheExhausted, DeliveryStalled, Mismatch, ReplicaUnavailable
+from specdec.rpc.client import call_stream, open_channel
+from specdec.settings import TlsSettings
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import types_pb2 as types_pb
+
+METHOD = "/specdec.v1.CoordinatorService/Generate"
+RESUME_S = 60.0  # a service that `specdec serve` restarts is back by then
+RETRY_S = 1.0
+
+
+class Client:
+    """A coordinator's user; `async with` closes its channel.
+
+    `resume_s`: how long a lost stream is asked for again, from its last token on; 0: its error is raised at once, as
+    those want it who measure.
+    """
+
+    def __init__(self, address: str, tls: TlsSettings | None = None, resume_s: float = RESUME_S) -> None:
+        """`address`: HOST:PORT. Raises ConfigError when a TLS file cannot be read."""
+        self._channel = open_channel(address, tls or TlsSettings())
+        self._resume_s = resume_s
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def messages(
+        self, request: Request, timeout_s: float | None = None
+    ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
+        """Yields the messages of one text, one `started` among them. Close it to cancel the request. Raises the
+        coordinator's SpecdecError, and Mismatch if the text could only be resumed by another model."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        text = _Text(request)
+        lost_s: float | None = None
+        is_over = False
+        while True:
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            try:
+                answers = call_stream(self._channel, METHOD, text.request, coordinator_pb.GenerateResponse, left_s)
+                async with aclosing(answers):
+                    async for response in answers:
+                        is_over = is_over or response.HasField("finished")
+                        if response.HasField("delta"):
+                            lost_s = None
+                        if text.take(response):
+                            yield response
+                if is_over:
+                    return
+                raise ReplicaUnavailable("the stream ended before the text")
+            except (ReplicaUnavailable, CacheExhausted, DeliveryStalled) as error:
+                if is_over:
+                    return
+                now_s = time.monotonic()
+                lost_s = now_s if lost_s is None else lost_s
+                wait_s = float(getattr(error, "retry_after_s", 0.0) or RETRY_S)
+                if text.started is None or now_s + wait_s > min(lost_s + self._resume_s, end_s or float("inf")):
+                    raise
+            await asyncio.sleep(wait_s)
+
+    async def generate(self, request: Request, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
+        """Yields the events of one text: `Started`, `Delta`s, `Finished`. Otherwise as `messages`."""
+        async with aclosing(self.messages(request, timeout_s)) as responses:
+            async for response in responses:
+                yield event_of(response)
+
+    async def read(self, request: Request, timeout_s: float | None = None, into: Run | None = None) -> Run:
+        """Returns a text that has ended; `into` is filled while it streams. Raises as `messages` does."""
+        run = into or Run()
+        async with aclosing(self.generate(request, timeout_s)) as events:
+            async for event in events:
+                run.take(event)
+        return run
+
+
+class _Text:
+    """What came of a text: the request that goes on with it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = Request()
+        self.request.CopyFrom(request)
+        self.started: coordinator_pb.Started | None = None
+
+    def take(self, response: coordinator_pb.GenerateResponse) -> bool:
+        """Adds a message; returns whether it is new to the reader. Raises Mismatch for the start of another model."""
+        if response.HasField("delta"):
+            self.request.resume.output_token_ids.extend(response.delta.token_ids)
+        if not response.HasField("started"):
+            return True
+        before, own = self.started, response.started
+        if before is not None and (before.model_digest, before.numerics) != (own.model_digest, own.numerics):
+            raise Mismatch("the text cannot be resumed: the target is another model now, or computes otherwise")
+        self.started = own
+        if own.rule == types_pb.RULE_COUPLED:
+            self.request.sampling.seed = own.seed
+        return before is None

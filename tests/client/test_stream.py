@@ -1,0 +1,156 @@
+"""`specdec.client` before a coordinator that ends streams in every way there is.
+
+The server is specdec's own with a scripted `Generate`, since no real service fails at a given message;
+`tests/services/test_own_client.py` has real ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from specdec.client.events import Finished, Started
+from specdec.client.request import make_request
+from specdec.client.stream import Client
+from specdec.errors import (
+    CacheExhausted,
+    DeliveryStalled,
+    InvalidRequest,
+    Mismatch,
+    NumericsError,
+    ReplicaUnavailable,
+    SpecdecError,
+)
+from specdec.protocol.report import Delta
+from specdec.rpc.server import Server, unary_stream
+from specdec.settings import ServiceSettings
+from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1 import types_pb2 as types_pb
+
+RETRY_S = 0.05
+LOST = ReplicaUnavailable("the target was lost", RETRY_S)
+Step = pb.GenerateResponse | SpecdecError
+
+
+def started(rule: int = types_pb.RULE_COUPLED, digest: str = "d", device: str = "cpu") -> pb.GenerateResponse:
+    own = pb.Started(request_id="r", seed=7, rule=rule, model_digest=digest)
+    own.numerics.device = device
+    return pb.GenerateResponse(started=own)
+
+
+def delta(first: int, *token_ids: int) -> pb.GenerateResponse:
+    kinds = [pb.TOKEN_KIND_BONUS] * len(token_ids)
+    text = "".join(map(str, token_ids))
+    lengths = [1] * len(token_ids)
+    own = pb.Delta(first_output_index=first, token_ids=token_ids, kinds=kinds, text=text, text_lengths=lengths)
+    return pb.GenerateResponse(delta=own)
+
+
+FINISHED = pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_STOP))
+
+
+@asynccontextmanager
+async def scripted(*calls: Sequence[Step]) -> AsyncIterator[tuple[str, list[pb.GenerateRequest]]]:
+    """The address of a coordinator that answers each call by its steps, the last of them again and again; and the
+    requests that it got."""
+    requests: list[pb.GenerateRequest] = []
+
+    async def generate(request, context):
+        requests.append(request)
+        for step in calls[min(len(requests), len(calls)) - 1]:
+            if isinstance(step, SpecdecError):
+                raise step
+            yield step
+
+    methods = {"Generate": unary_stream(pb.GenerateRequest, generate)}
+    server = Server(ServiceSettings(port=0), {"specdec.v1.CoordinatorService": methods})
+    address = await server.start()
+    try:
+        yield address, requests
+    finally:
+        await server.stop(0.0)
+
+
+@pytest.mark.parametrize("error", [LOST, CacheExhausted("full", RETRY_S), DeliveryStalled("not read"), None])
+async def test_a_lost_stream_goes_on(error: SpecdecError | None) -> None:
+    """Claim: a stream that is lost twice after its start, or just ends, and refused once between, is one text for its
+    reader: one start, each token once, one end. Each further request has the tokens that came and the seed in force.
+
+    Conclusive: the events are compared whole, and what the server was asked is what it got on the wire.
+    """
+    lost = [error] if error else []
+    calls = [started(), delta(0, 1, 2), *lost], lost, [started(), delta(2, 3), *lost], [started(), FINISHED]
+    request = make_request("x", [9], temperature=1.0)
+    async with scripted(*calls) as (address, requests), Client(address) as client:
+        events = [event async for event in client.generate(request)]
+    assert [type(event) for event in events] == [Started, Delta, Delta, Finished]
+    assert [event.token_ids for event in events if isinstance(event, Delta)] == [(1, 2), (3,)]
+    received = [list(request.resume.output_token_ids) for request in requests]
+    assert received == [[9], [9, 1, 2], [9, 1, 2], [9, 1, 2, 3]]
+    assert [request.sampling.seed for request in requests] == [0, 7, 7, 7]
+    assert not request.sampling.HasField("seed"), "the caller's own request is left as it was"
+
+
+async def test_rejection_is_resumed_without_a_seed() -> None:
+    """Claim: under REJECTION, which refuses a seed, none is sent. Conclusive: the request on the wire has none."""
+    calls = [started(types_pb.RULE_REJECTION), LOST], [started(types_pb.RULE_REJECTION), FINISHED]
+    async with scripted(*calls) as (address, requests), Client(address) as client:
+        await client.read(make_request("x", rule="rejection"))
+    assert len(requests) == 2 and not requests[1].sampling.HasField("seed")
+
+
+@pytest.mark.parametrize(
+    ("calls", "resume_s", "error"),
+    [
+        ([[LOST]], 60.0, ReplicaUnavailable),
+        ([[CacheExhausted("full", RETRY_S)]], 60.0, CacheExhausted),
+        ([[started(), delta(0, 1), LOST]], 0.0, ReplicaUnavailable),
+        ([[started(), delta(0, 1), InvalidRequest("field", 1, "2")]], 60.0, InvalidRequest),
+        ([[started(), delta(0, 1), NumericsError("not a number")]], 60.0, NumericsError),
+    ],
+    ids=["lost before its start", "full before its start", "resuming is off", "refused", "a model's error"],
+)
+async def test_other_errors_are_told_at_once(
+    calls: list[list[Step]], resume_s: float, error: type[SpecdecError]
+) -> None:
+    """Claim: before a text has started, with resuming off, and for errors that waiting does not mend, the request is
+    sent once and the coordinator's error raised. Conclusive: the server counts."""
+    async with scripted(*calls) as (address, requests), Client(address, resume_s=resume_s) as client:
+        with pytest.raises(error):
+            await client.read(make_request("x"))
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize("other", [started(digest="e"), started(device="cuda")], ids=["weights", "numerics"])
+async def test_another_model_does_not_go_on_with_a_text(other: pb.GenerateResponse) -> None:
+    """Claim: if the target that is back has other weights or computes otherwise, the text ends with an error that says
+    so, and no token of it is shown. Source: docs/reliability.md. Conclusive: the second stream would have given one."""
+    calls = [started(), delta(0, 1), LOST], [other, delta(1, 2), FINISHED]
+    seen: list[int] = []
+    async with scripted(*calls) as (address, _), Client(address) as client:
+        with pytest.raises(Mismatch, match="cannot be resumed"):
+            async for message in client.messages(make_request("x")):
+                seen += message.delta.token_ids
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(("resume_s", "timeout_s"), [(0.3, None), (60.0, 0.3)], ids=["resume_s", "timeout_s"])
+async def test_resuming_ends(resume_s: float, timeout_s: float | None) -> None:
+    """Claim: a coordinator that stays away is asked again until `resume_s` after the last token, or until the request's
+    own `timeout_s`, and its error is raised. Conclusive: it was asked several times, and not for the other limit."""
+    began_s = time.monotonic()
+    async with scripted([started(), delta(0, 1), LOST], [LOST]) as (address, requests):
+        async with Client(address, resume_s=resume_s) as client:
+            with pytest.raises(ReplicaUnavailable):
+                await client.read(make_request("x"), timeout_s)
+    assert len(requests) > 2 and time.monotonic() - began_s < 30.0
+
+
+async def test_what_is_lost_after_the_end_is_no_loss() -> None:
+    """Claim: a text whose end was received has ended, whatever becomes of its stream. Conclusive: one request."""
+    async with scripted([started(), delta(0, 1), FINISHED, LOST]) as (address, requests), Client(address) as client:
+        run = await client.read(make_request("x"))
+    assert run.token_ids == [1] and run.finished is not None and len(requests) == 1
