@@ -29,7 +29,7 @@ from specdec.protocol.calibration import Calibration
 from specdec.protocol.report import Delta, Event, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
-from specdec.protocol.shape import path_count_max
+from specdec.protocol.tree_shape import path_count_max
 from specdec.protocol.types import Description, Proposer
 from specdec.rpc.convert_generate import (
     check_counts,

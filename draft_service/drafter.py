@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeAlias
 
-from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest
+from specdec.decoding.token_path import TokenPath
 from specdec.draft_service.session import DraftSession
 from specdec.engine.retokenizer import Reading, Retokenizer
 from specdec.engine.scheduling.feed import Feed, StepTiming
@@ -21,11 +21,11 @@ from specdec.engine.scheduling.runner import StepReport
 from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import LIKELIHOOD_MIN, DraftTreeNode, Growth
+from specdec.protocol.growth import LIKELIHOOD_MIN, GrowingNode, GrowingTree
 from specdec.protocol.items import UINT32_MAX, Commit, Extend, MissingTokens, Nodes, Open
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
-from specdec.replica.handler import IDLE_S, Reply, check_params_tokens
+from specdec.replica.handler import ABANDONED_S, Reply, check_params_tokens
 from specdec.telemetry.spans import Span, SpanKind, draft_span_id
 from specdec.telemetry.tracing import Tracing
 
@@ -46,9 +46,9 @@ class Drafter:
     """All sessions of a draft replica. Engine thread only.
 
     A session takes blocks as it uses their cells. If newly committed tokens find no cells, sessions without a commit
-    for IDLE_S give theirs, the idlest first; if there are none, it gives all its blocks to others, and waits without
-    drafts until a commit finds enough for all its tokens. If no block is free, or any session waits, a tree grows
-    within the blocks that its session has.
+    for ABANDONED_S give theirs, the idlest first; if there are none, it gives all its blocks to others, and waits
+    without drafts until a commit finds enough for all its tokens. If no block is free, or any session waits, a tree
+    grows within the blocks that its session has.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Drafter:
     def open(self, item: Open, reply: Reply) -> DraftSession:
         """Returns a session without blocks; its commits take them."""
         table = self._engine.cache.open(self._cell_count(item))
-        growth = Growth(item.params.rule, self._calibration)
+        growth = GrowingTree(item.params.rule, self._calibration)
         reading = Reading(self._retokenizer) if self._retokenizer else None
         session = DraftSession(item, table, reply, self._engine.cache, growth, reading)
         self._sessions[session] = None
@@ -165,7 +165,7 @@ class Drafter:
         while not self._grow(session, session.unfed_count):
             left = [one for one in self._sessions if one.table.block_ids and one is not session]
             idlest = min(left, key=lambda one: one.active_s, default=session)
-            if idlest is session or session.active_s - idlest.active_s < IDLE_S:
+            if idlest is session or session.active_s - idlest.active_s < ABANDONED_S:
                 self._give_up_cells(session)
                 self._waiting.add(session)
                 return False
@@ -191,7 +191,7 @@ class Drafter:
         """Returns a step of committed tokens not fed yet, and of the likeliest nodes of all sessions."""
         self._step_began_s = time.perf_counter()
         feeds: list[DraftFeed] = []
-        chosen: dict[DraftSession, list[DraftTreeNode]] = {}
+        chosen: dict[DraftSession, list[GrowingNode]] = {}
         row_count_max = self._engine.rows_max
         for session in list(self._growing):
             if session.growth.root is not None and session.unfed_count:
@@ -209,7 +209,7 @@ class Drafter:
             self._send(list(self._unsent))
         return Turn(feeds=feeds, done=self._on_step) if feeds else NOTHING
 
-    def _take(self, session: DraftSession) -> list[DraftTreeNode]:
+    def _take(self, session: DraftSession) -> list[GrowingNode]:
         """Takes the session's next nodes to evaluate, likeliest first."""
         if session.growth.root is None:
             return []
@@ -227,7 +227,7 @@ class Drafter:
         is_chain, wait_reach = session.nodes_per_step == 1 or is_drawn_tree, len(session.tokens) + session.wait_length
         return session.growth.take(count, reach, is_chain, likelihood_min, wait_reach)
 
-    def _feed(self, session: DraftSession, root: DraftTreeNode, row_count_max: int) -> DraftFeed:
+    def _feed(self, session: DraftSession, root: GrowingNode, row_count_max: int) -> DraftFeed:
         """Returns committed tokens not in the cache, at most a chunk beside others; the root is the last."""
         start = session.table.length
         chunk = row_count_max if len(self._growing) == 1 else self._engine.chunk_size
@@ -235,13 +235,13 @@ class Drafter:
         is_last = start + len(token_ids) == len(session.read_tokens)
         return self._feed_of(session, [root] if is_last else [], token_ids)
 
-    def _evaluate(self, session: DraftSession, nodes: list[DraftTreeNode]) -> DraftFeed:
+    def _evaluate(self, session: DraftSession, nodes: list[GrowingNode]) -> DraftFeed:
         """Returns these nodes, each in a free cell."""
         for node in nodes:
             session.place(node)
         return self._feed_of(session, nodes, [node.token_id for node in nodes])
 
-    def _feed_of(self, session: DraftSession, nodes: list[DraftTreeNode], token_ids: Sequence[int]) -> DraftFeed:
+    def _feed_of(self, session: DraftSession, nodes: list[GrowingNode], token_ids: Sequence[int]) -> DraftFeed:
         """Returns one session's rows of a step, of which the last are of `nodes` and need logits."""
         paths = [session.growth.path(node) for node in nodes]
         growth, params, names, requests = session.growth, session.opened.params, [], []
@@ -271,7 +271,7 @@ class Drafter:
     def _evaluated(
         self,
         session: DraftSession,
-        nodes: Sequence[DraftTreeNode],
+        nodes: Sequence[GrowingNode],
         names: Sequence[Sequence[int]],
         proposals: list[Proposal] | None,
         timing: StepTiming,
@@ -334,7 +334,7 @@ class Drafter:
                 self._tracing.record((span,))
 
 
-def give_back_unlikely(chosen: dict[DraftSession, list[DraftTreeNode]]) -> None:
+def give_back_unlikely(chosen: dict[DraftSession, list[GrowingNode]]) -> None:
     """Keeps the STEP_NODES_MAX likeliest nodes of all sessions; the others go back to their trees."""
     ranked = [(session.growth.likelihood(node), session, node) for session, nodes in chosen.items() for node in nodes]
     ranked.sort(key=lambda entry: -entry[0])

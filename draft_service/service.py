@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.config import DraftSettings
-from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest, proposals
+from specdec.decoding.token_path import TokenPath
 from specdec.draft_service.drafter import BRANCH_COUNT, TREE_CELLS, Drafter, DraftFeed
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.scheduling.feed import Feed

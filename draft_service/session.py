@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from specdec.decoding.paths import TokenCounts
+from specdec.decoding.token_path import TokenCounts
 from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.retokenizer import Reading
-from specdec.protocol.growth import NO_CELL, DraftTreeNode, Growth
+from specdec.protocol.growth import NO_CELL, GrowingNode, GrowingTree
 from specdec.protocol.items import NO_TRACE, DraftNode, Trace
 from specdec.replica.handler import ReplicaSession
 
@@ -31,7 +31,7 @@ class DraftSession(ReplicaSession):
     """
 
     cache: KVCache
-    growth: Growth
+    growth: GrowingTree
     reading: Reading | None = None
     secret: int = field(default_factory=lambda: secrets.randbits(64))
     window: int = 0
@@ -45,7 +45,7 @@ class DraftSession(ReplicaSession):
     group: Trace = NO_TRACE
     worked_s: float = 0.0
     counts: TokenCounts | None = field(default=None, init=False)
-    nodes: dict[int, DraftTreeNode] = field(default_factory=dict, init=False)
+    nodes: dict[int, GrowingNode] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.opened.params.has_penalties:
@@ -76,7 +76,7 @@ class DraftSession(ReplicaSession):
         """The number of cells for further tokens."""
         return self.cell_end - self.table.length - len(self.nodes)
 
-    def place(self, node: DraftTreeNode) -> None:
+    def place(self, node: GrowingNode) -> None:
         """Gives a node that is about to be evaluated one of the free cells, of which there must be one."""
         cell = node.length + self.shift - 1
         if cell in self.nodes or cell >= self.cell_end:

@@ -7,11 +7,12 @@ with the same prefix, or a reopened one, starts with the blocks still in the cac
 scheduling of steps is elsewhere.
 
 Rules, from which it follows that every session ends, whatever the others do:
-1. Only younger sessions are preempted for a session, and those without work for LEFT_S, also for a new one. So the
+1. Only younger sessions are preempted for a session, and those without work for ABANDONED_S, also for a new one. So the
    oldest at work continues, and each session becomes the oldest: waiting sessions continue in order of age, and while
    any waits no new session is admitted.
 2. An admitted or reopened session has blocks for a run: enough positions further to be worth feeding it. It is not
-   preempted before it has used them up or was idle for IDLE_S. An older session that needs blocks meanwhile waits.
+   preempted before it has used them up or was idle for TURNAROUND_S. An older session that needs blocks meanwhile
+   waits.
 3. A session that needs more than the whole cache is refused at its opening, so one alone always has enough blocks.
 """
 
@@ -24,18 +25,17 @@ from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
 from specdec.protocol.items import Open
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT
-from specdec.replica.handler import IDLE_S as LEFT_S
-from specdec.replica.handler import Reply, log_names
+from specdec.replica.handler import ABANDONED_S, Reply, log_names
 from specdec.replica.metrics import COUNTERS
 from specdec.target_service.session import TargetSession
 from specdec.telemetry.logs import get_logger
 
 RUN_POSITIONS = 64  # of a run, at least
 RUN_SHARE = 0.25  # of the fed length, at least: a prompt token takes a tenth of a decode step, so decoding dominates
-IDLE_S = 0.25  # many times a coordinator's turnaround, and a pause no client notices
+TURNAROUND_S = 0.25  # many times a coordinator's turnaround, and a pause no client notices
 
 
-def run_end(session: TargetSession) -> int:
+def guaranteed_length(session: TargetSession) -> int:
     """Returns the cell at which the run of a session ends that is about to feed its request."""
     length = session.wanted_length
     return max(length, min(length + max(RUN_POSITIONS, int(RUN_SHARE * length)), session.opened.length_max))
@@ -128,7 +128,7 @@ class Admission:
     def _would_fit(self, session: TargetSession, preemptable: list[TargetSession]) -> bool:
         """Whether preempting these sessions would free enough blocks, if none were shared."""
         cache, table = self._cache, session.table
-        end = session.wanted_length if table.block_ids else run_end(session)
+        end = session.wanted_length if table.block_ids else guaranteed_length(session)
         freed_count = sum(len(other.table.block_ids) for other in preemptable)
         needed_count = cache.blocks_for(end) - len(table.block_ids)
         return needed_count <= cache.free_block_count + freed_count
@@ -151,8 +151,8 @@ class Admission:
         cache, table, length = self._cache, session.table, session.wanted_length
         found = cache.match_prefix(table, session.tokens) if self._shares_prefixes else 0
         cache.truncate(table, min(found, len(session.tokens) - 1))
-        session.run_end = run_end(session)
-        if not self._grow(table, session.run_end):
+        session.guaranteed_length = guaranteed_length(session)
+        if not self._grow(table, session.guaranteed_length):
             cache.free(table)
             return False
         session.holds(table.length)
@@ -174,12 +174,12 @@ class Admission:
 
     def _is_running(self, session: TargetSession) -> bool:
         """Whether a session is within its run and not idle, so that it must not be preempted."""
-        is_idle = session.work is None and time.perf_counter() - session.quiet_since_s >= IDLE_S
-        return session.table.length < session.run_end and session not in self.waiting and not is_idle
+        is_idle = session.work is None and time.perf_counter() - session.quiet_since_s >= TURNAROUND_S
+        return session.table.length < session.guaranteed_length and session not in self.waiting and not is_idle
 
     def _left(self) -> list[TargetSession]:
-        """Returns the sessions with blocks and without work for LEFT_S, the one left alone for longest last."""
-        since_s = time.perf_counter() - LEFT_S
+        """Returns the sessions with blocks and without work for ABANDONED_S, the one left alone for longest last."""
+        since_s = time.perf_counter() - ABANDONED_S
         held = [one for one in self._sessions if one.table.block_ids and one.work is None]
         left = [one for one in held if one.quiet_since_s <= since_s]
         return sorted(left, key=lambda one: one.quiet_since_s, reverse=True)

@@ -8,7 +8,7 @@ from specdec.config import TargetSettings
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.loading.devices import prepare_libraries
-from specdec.engine.parallel.place import RankPlace
+from specdec.engine.parallel.rank_config import RankPlace
 from specdec.engine.scheduling.feed import Feed
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.decoding.paths import TokenCounts
+from specdec.decoding.token_path import TokenCounts
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.scheduling.feed import Feed
 from specdec.errors import SpecdecError
 from specdec.protocol.items import Verification, VerificationResult
-from specdec.protocol.shape import children
+from specdec.protocol.tree_shape import children
 from specdec.protocol.types import SamplerOutput
 from specdec.replica.handler import ReplicaSession
 
@@ -22,9 +22,9 @@ class TargetSession(ReplicaSession):
     until the next verification tells which of them were committed.
 
     `last`: its last verification, taken at `requested_s` from a message that arrived at `arrived_s`; until it is
-    answered `last_answer` is None, afterwards `work` is. `feed` does the work. `run_end`: no preemption before its
-    cache has this length. `quiet_since_s`: end of its last work. `cached_count`: tokens found in the cache at its
-    admission; `preemptions`: since its last verification result. `counts`: of its tokens, for penalties.
+    answered `last_answer` is None, afterwards `work` is. `feed` does the work. `guaranteed_length`: no preemption
+    before its cache has this length. `quiet_since_s`: end of its last work. `cached_count`: tokens found in the cache
+    at its admission; `preemptions`: since its last verification result. `counts`: of its tokens, for penalties.
     """
 
     fed_length: int = 0
@@ -33,7 +33,7 @@ class TargetSession(ReplicaSession):
     work: VerificationRequest | None = None
     feed: Feed[VerificationRequest, SamplerOutput] | None = None
     is_admitted: bool = False
-    run_end: int = 0
+    guaranteed_length: int = 0
     quiet_since_s: float = 0.0
     cached_count: int = 0
     preemptions: int = 0

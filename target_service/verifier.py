@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from specdec.decoding.paths import TokenPath
+from specdec.decoding.token_path import TokenPath
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.interface import tree_paths
 from specdec.engine.scheduling.feed import Feed, StepTiming
@@ -19,7 +19,7 @@ from specdec.policy.steps import StepCurve
 from specdec.protocol.items import UINT32_MAX, Extend, MissingTokens, Open, Verification, VerificationResult
 from specdec.protocol.types import Description, SamplerOutput, check_token_ids
 from specdec.replica.handler import Reply, check_params_tokens
-from specdec.target_service.admission import IDLE_S, Admission
+from specdec.target_service.admission import TURNAROUND_S, Admission
 from specdec.target_service.session import TargetSession
 from specdec.target_service.step_delay import StepDelay
 from specdec.target_service.tracing import Served, spans_of
@@ -113,7 +113,7 @@ class Verifier:
         while (session := self._admission.next_waiting()) is not None:
             self._feed(session)
         if not self._engine.waiting_count:
-            return Turn(wake_s=IDLE_S) if self._admission.waiting else NOTHING
+            return Turn(wake_s=TURNAROUND_S) if self._admission.waiting else NOTHING
         now_s = time.perf_counter()
         delay_s = self._step_delay.delay_s(now_s)
         self._active_count = self._step_delay.active_count(now_s)

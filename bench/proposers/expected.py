@@ -35,8 +35,8 @@ from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.offer import Limits, Offer, make_offer
-from specdec.protocol.shape import children
-from specdec.protocol.tree import DraftTree
+from specdec.protocol.tree import ReceivedTree
+from specdec.protocol.tree_shape import children
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
 
 TEMPERATURES, SEED = (0.7, 1.0), 5
@@ -46,9 +46,11 @@ EVERY = 4  # tokens between two places
 GOAL = 1.05  # at 8 rows
 
 
-def drawn_tree(draft: Reader, path: Sequence[int], params: ResolvedSamplingParams, chance: random.Random) -> DraftTree:
+def drawn_tree(
+    draft: Reader, path: Sequence[int], params: ResolvedSamplingParams, chance: random.Random
+) -> ReceivedTree:
     """A chain of first draws below a path, each with its siblings."""
-    tree, tokens, parent, names = DraftTree(path), list(path), 0, itertools.count(1)
+    tree, tokens, parent, names = ReceivedTree(path), list(path), 0, itertools.count(1)
     for _ in range(DEPTH):
         (logits,) = draft.read(tokens, len(tokens) - 1)
         draws = tuple(chance.getrandbits(UNIFORM_BITS) for _ in range(1 + SIBLINGS))

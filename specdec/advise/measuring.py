@@ -16,7 +16,7 @@ from specdec.advise.agreement import Agreement, Reader, agreement_along, own_tok
 from specdec.distill.command import prompts_of, temperatures_of
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
-from specdec.distill.writing import TextPlan, TextWriter
+from specdec.distill.writing import TextOrder, TextWriter
 from specdec.engine.interface import CausalModel
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import ModelFolder
@@ -120,7 +120,7 @@ def written(
     return [text for text in made if len(text.token_ids) > text.first + 1]
 
 
-def params_of(plan: TextPlan) -> ResolvedSamplingParams:
+def params_of(plan: TextOrder) -> ResolvedSamplingParams:
     """The sampling parameters that give a plan's answer."""
     temperature = plan.passages[-1].temperature
     rule = Rule.COUPLED if temperature else Rule.GREEDY

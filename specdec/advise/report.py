@@ -52,7 +52,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainPlan:
+class ChainForecast:
     """Rounds of `length` draft tokens that the coordinator waits for: tokens of a round, tokens per second of one
     stream, and its ratio to plain decoding. `acceptance`: accepted / verified draft tokens, those after a rejected one
     among them, as in the statistics of a generation. `accepted_per_draft_s`: accepted tokens per second of draft
@@ -79,11 +79,11 @@ class Advice:
     plain_price: float
     best: int
     cells: list[Cell]
-    plans: list[ChainPlan]
+    plans: list[ChainForecast]
     pays_until: Break
 
     @property
-    def best_plan(self) -> ChainPlan | None:
+    def best_plan(self) -> ChainForecast | None:
         """The recommended plan; None for plain decoding."""
         return next((plan for plan in self.plans if plan.length == self.best), None)
 
@@ -171,7 +171,7 @@ def rounds_forecast(readings: Sequence[Reading], length: int, rule: Rule | None 
     return acceptance, resampled(by_prompt(texts, rounds_of(own, length, rule)), share)
 
 
-def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, float]) -> list[ChainPlan]:
+def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, float]) -> list[ChainForecast]:
     """Returns a plan for each number of draft tokens. `prices`: of an hour of the target's and the draft's machine."""
     plans = []
     plain_s = times.round_s(0)
@@ -180,7 +180,7 @@ def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, flo
         rate = tokens.times(times.rate(1.0, length))
         accepted_a_draft_s = acceptance.value / times.draft(1)  # a step each; at a text's end rounds draft fewer
         price = price_of(sum(prices), rate.value)
-        plans.append(ChainPlan(length, tokens, acceptance, rate, rate.times(plain_s), accepted_a_draft_s, price))
+        plans.append(ChainForecast(length, tokens, acceptance, rate, rate.times(plain_s), accepted_a_draft_s, price))
     return plans
 
 

@@ -20,8 +20,8 @@ from specdec.decoding.distribution import (
     support_of_all,
     taken,
 )
-from specdec.decoding.edits import PathContext
 from specdec.decoding.host_copy import HostCopy
+from specdec.decoding.logits_processors import PathContext
 from specdec.decoding.noise import gumbel, gumbel_keys
 from specdec.engine.cpu.sampling import UNDECIDED, kernels_for, race
 from specdec.protocol.noise import Lane, stream_key

@@ -1,8 +1,9 @@
 """The target distribution: from logits to the distribution that tokens are drawn from.
 
 Verification and plain decoding both use `sampled_distribution` (temperature above 0) or `greedy_token_ids` (GREEDY), so
-they cannot differ. The order of the steps is part of the guarantee (docs/exactness.md): edits (decoding/edits.py),
-temperature, min_p, top_k, top_p, each over the remaining tokens, ties broken to the lowest id.
+they cannot differ. The order of the steps is part of the guarantee (docs/exactness.md): edits
+(decoding/logits_processors.py), temperature, min_p, top_k, top_p, each over the remaining tokens, ties broken to the
+lowest id.
 
 A row's bits depend on its own logits and path only: every step is elementwise, a maximum, or a sum over the row's
 tokens in id order. Sums over rows never use a reduction that may split them by the shape.
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.decoding.edits import PathContext, edited_logits
 from specdec.decoding.host_copy import HostCopy, sent
+from specdec.decoding.logits_processors import PathContext, edited_logits
 from specdec.protocol.types import ResolvedSamplingParams
 
 NUCLEUS_COLUMNS = (128, 1024, 8192, 32768)  # likeliest tokens that top_p searches before it sorts the vocabulary
@@ -205,7 +206,7 @@ def support_by_top_p(
     """Returns the support of rows with top_p only, found among the likeliest tokens or by sorting the vocabulary."""
     scores = support_of_all(values, rows, all_params)[0].scores
     totals = row_totals(scores.exp())
-    if host_copy is not None and host_copy.is_blind:
+    if host_copy is not None and host_copy.assumes:
         return [assumed_nucleus(scores, rows, totals, all_params, host_copy)]
     supports: list[Support] = []
     for columns in NUCLEUS_COLUMNS:
@@ -273,7 +274,7 @@ def likeliest(values: Tensor, counts: list[int], host_copy: HostCopy | None = No
     token_ids = top.indices[:, :columns].masked_fill(~used, width).sort(dim=1).values
     following = top.values.gather(1, count.clamp(max=top.values.shape[1] - 1))
     is_torn = ((last == following) & (last > -math.inf) & (count < width)).squeeze(1)
-    if host_copy is not None and host_copy.is_blind:
+    if host_copy is not None and host_copy.assumes:
         host_copy.assume_none(is_torn)
     elif len(torn := is_torn.nonzero().squeeze(1)):
         token_ids[torn] = likeliest_among_ties(values[torn], last[torn], count[torn], columns)

@@ -18,7 +18,7 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 
-def is_far(device: torch.device) -> bool:
+def is_device(device: torch.device) -> bool:
     """Whether reading a number from the device waits for it."""
     return device.type != "cpu"
 
@@ -30,18 +30,18 @@ def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dty
 
 
 class HostCopy:
-    """The copy of one computation's results to the host, and its assumptions. `is_blind`: assume instead of reading."""
+    """The copy of one computation's results to the host, and its assumptions. `assumes`: assume instead of reading."""
 
-    def __init__(self, device: torch.device, is_blind: bool) -> None:
-        self.is_blind = is_blind
-        self._is_far = is_far(device)
+    def __init__(self, device: torch.device, assumes: bool) -> None:
+        self.assumes = assumes
+        self._is_device = is_device(device)
         self._tensors: list[Tensor] = []
         self._assumptions: list[Tensor] = []
         self._fetched: list[Any] | None = None
 
-    def bring(self, tensor: Tensor) -> Callable[[], Any]:
+    def to_host(self, tensor: Tensor) -> Callable[[], Any]:
         """Registers a tensor to fetch; returns a function that returns its numbers, called after all registrations."""
-        if not self._is_far:
+        if not self._is_device:
             return tensor.tolist
         index = len(self._tensors)
         self._tensors.append(tensor)
@@ -55,7 +55,7 @@ class HostCopy:
         """Whether an assumption failed, so that the fetched numbers are invalid."""
         if not self._assumptions:
             return False
-        return any(self.bring(torch.cat(self._assumptions))())
+        return any(self.to_host(torch.cat(self._assumptions))())
 
     def _read(self) -> list[Any]:
         """Copies once. Float64 holds every token id and every probability exactly."""
@@ -76,13 +76,13 @@ def shaped(numbers: list[float], like: Tensor) -> Any:
     return whole
 
 
-def crossed(device: torch.device, compute: Callable[[HostCopy], Callable[[], Result]]) -> Result:
+def with_one_host_copy(device: torch.device, compute: Callable[[HostCopy], Callable[[], Result]]) -> Result:
     """Returns the result of a computation that registers its fetches and returns a function for its result.
 
     It runs once, or twice after a failed assumption; it must not change its inputs.
     """
-    host_copy = HostCopy(device, is_blind=is_far(device))
+    host_copy = HostCopy(device, assumes=is_device(device))
     finish = compute(host_copy)
     if host_copy.was_wrong():
-        finish = compute(HostCopy(device, is_blind=False))
+        finish = compute(HostCopy(device, assumes=False))
     return finish()

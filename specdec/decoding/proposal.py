@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.distribution import every_token_id, taken, without_improbable
-from specdec.decoding.edits import PathContext, edited_logits
-from specdec.decoding.host_copy import HostCopy, crossed, is_far, sent
+from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
+from specdec.decoding.logits_processors import PathContext, edited_logits
 from specdec.decoding.noise import gumbel_bits, gumbel_keys
-from specdec.decoding.top import top
+from specdec.decoding.topk import top
 from specdec.decoding.verification import in_order
 from specdec.engine.cpu.kernels import Kernels
 from specdec.engine.cpu.sampling import guess, kernels_for
@@ -107,7 +107,7 @@ def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposa
     def compute(host_copy: HostCopy) -> Callable[[], list[Proposal]]:
         finishes = []
         for (rule, width), every in groups.items():
-            is_whole = is_far(logits.device) or rule == Rule.REJECTION.value
+            is_whole = is_device(logits.device) or rule == Rule.REJECTION.value
             size = len(every) if is_whole else max(1, NUMBERS_AT_ONCE // width)
             for indices in (every[start : start + size] for start in range(0, len(every), size)):
                 chosen = [requests[index] for index in indices]
@@ -116,7 +116,7 @@ def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposa
                 finishes.append((indices, WAYS[Rule(rule)](chosen, rows[:, :width], host_copy)))
         return lambda: in_order(finishes)
 
-    return crossed(logits.device, compute)
+    return with_one_host_copy(logits.device, compute)
 
 
 def edited_rows(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def greedy_proposals(
     edited = edited_rows(requests, logits)
     token_ids = top(edited, guess_count(requests, edited.shape[1]))[1]
     shares = edited.softmax(1).gather(1, token_ids)
-    return guesses_of(requests, host_copy.bring(token_ids), host_copy.bring(shares))
+    return guesses_of(requests, host_copy.to_host(token_ids), host_copy.to_host(shares))
 
 
 def coupled_proposals(
@@ -161,7 +161,7 @@ def coupled_proposals(
         scores, token_ids = likeliest_of_distribution(requests, logits, NOISED_LIKELIEST)
     else:
         scores, token_ids = tempered_distribution(requests, logits), None
-    if token_ids is None and not is_far(logits.device):
+    if token_ids is None and not is_device(logits.device):
         raced = kept_noise(list(zip(seeds, positions)), scores.shape[1])
     else:
         ids = every_token_id(scores) if token_ids is None else token_ids
@@ -170,7 +170,7 @@ def coupled_proposals(
     columns = top(raced, guess_count(requests, raced.shape[1]))[1]
     shares = raced.softmax(1).gather(1, columns)
     chosen = columns if token_ids is None else token_ids.gather(1, columns)
-    return guesses_of(requests, host_copy.bring(chosen), host_copy.bring(shares))
+    return guesses_of(requests, host_copy.to_host(chosen), host_copy.to_host(shares))
 
 
 def native_guesser(requests: Sequence[ProposalRequest], logits: Tensor) -> Kernels | None:
@@ -244,7 +244,7 @@ def rejection_proposals(
         token_ids[:, :first],
         weights[:, :first],
     )
-    brought = [host_copy.bring(tensor) for tensor in columns]
+    brought = [host_copy.to_host(tensor) for tensor in columns]
     return lambda: [
         proposal_of_weights(request, *line) for request, *line in zip(requests, *(read() for read in brought))
     ]

@@ -26,10 +26,10 @@ from specdec.decoding.distribution import (
     sampled_distribution,
     taken,
 )
-from specdec.decoding.edits import PathContext
-from specdec.decoding.host_copy import HostCopy, crossed, is_far, sent
+from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
+from specdec.decoding.logits_processors import PathContext
 from specdec.protocol.noise import Lane, uniform
-from specdec.protocol.shape import branches, children, path_tokens
+from specdec.protocol.tree_shape import branches, children, path_tokens
 from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 
 Item = TypeVar("Item")
@@ -43,7 +43,7 @@ class VerificationRequest:
     """One verification. `committed`: every token before the base position; not stored.
 
     `draft_probs`: the draft distribution of each draft token, under REJECTION; empty otherwise. Each was checked
-    against its draft token (DraftProbs.check_proposal). `parents`: the shape of the tree (`protocol.shape`).
+    against its draft token (DraftProbs.check_proposal). `parents`: the shape of the tree (`protocol.tree_shape`).
     `wants_heads`: the proposals of heads on the target are wanted; `verify` does not read it.
     """
 
@@ -101,7 +101,7 @@ def verify(requests: Sequence[VerificationRequest], row_counts: Sequence[int], l
                 finishes.append((chunk, output_of_rule(rule, chosen, taken(logits, rows), host_copy)))
         return lambda: in_order(finishes)
 
-    return crossed(logits.device, compute)
+    return with_one_host_copy(logits.device, compute)
 
 
 def in_order(finishes: Sequence[tuple[list[int], Callable[[], list[Item]]]]) -> list[Item]:
@@ -113,7 +113,7 @@ def in_order(finishes: Sequence[tuple[list[int], Callable[[], list[Item]]]]) -> 
 def chunks(indices: list[int], row_counts: Sequence[int], logits: Tensor) -> list[list[int]]:
     """Returns the indices in groups of a bounded number of logits, or of one request."""
     groups: list[list[int]] = []
-    limit = CHUNK_ELEMENTS if is_far(logits.device) else CHUNK_ELEMENTS_CPU
+    limit = CHUNK_ELEMENTS if is_device(logits.device) else CHUNK_ELEMENTS_CPU
     group_size_max = 0
     for index in indices:
         size = row_counts[index] * logits.shape[1]
@@ -137,8 +137,8 @@ def output_of_rule(
         chosen = coupled_token_ids(logits, contexts, host_copy)
     else:
         chosen, probs = rejection_output(sampled_distribution(logits, contexts, host_copy), requests)
-        target_probs = host_copy.bring(probs)
-    recovered = host_copy.bring(chosen)
+        target_probs = host_copy.to_host(probs)
+    recovered = host_copy.to_host(chosen)
     ends = list(itertools.accumulate(request.row_count for request in requests))
     places = [slice(end - request.row_count, end) for end, request in zip(ends, requests)]
     tokens_of = [slice(place.start - index, place.stop - index - 1) for index, place in enumerate(places)]
@@ -191,13 +191,13 @@ def position_logprobs(
     values = logits.to(torch.float64)
     shifted = values - values.amax(dim=1, keepdim=True)
     logprobs = shifted - row_totals(shifted.exp()).log()
-    chosen = host_copy.bring(logprobs.gather(1, token_ids))
+    chosen = host_copy.to_host(logprobs.gather(1, token_ids))
     if top_count == 0:
         return lambda: [[PositionLogprobs(value) for value in line] for line in chosen()]
     ids = likeliest(values, [top_count] * len(values), host_copy)[0]
     top = values.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
     ids = ids.gather(1, top)
-    top_ids, top_values = host_copy.bring(ids), host_copy.bring(logprobs.gather(1, ids))
+    top_ids, top_values = host_copy.to_host(ids), host_copy.to_host(logprobs.gather(1, ids))
 
     def finish() -> list[list[PositionLogprobs]]:
         tops = [(tuple(ids), tuple(values)) for ids, values in zip(top_ids(), top_values())]
@@ -294,7 +294,7 @@ def residual(target: Tensor, lines: Tensor, columns: Tensor, draft_probs: Tensor
     left.index_put_((lines, columns), -draft_probs, accumulate=True)
     left[lines, columns] = left[lines, columns].clamp_(min=0)
     empty = left.amax(dim=1, keepdim=True) == 0
-    if is_far(target.device) or bool(empty.any()):
+    if is_device(target.device) or bool(empty.any()):
         left = torch.where(empty, target, left)
     return left
 

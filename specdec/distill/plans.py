@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from specdec.chat.template import ChatTemplate
-from specdec.distill.writing import Passage, TextPlan
+from specdec.distill.writing import Passage, TextOrder
 from specdec.engine.retokenizer import first_tokens
 from specdec.errors import ConfigError
 from specdec.protocol.types import RECORD_SIGNS, TEMPERATURE_MAX, TokenKind
@@ -98,16 +98,16 @@ class Plans:
         """The most tokens of any of these texts."""
         return max(plan.length_max for plan in self.make(first, count))
 
-    def make(self, first: int, count: int) -> list[TextPlan]:
+    def make(self, first: int, count: int) -> list[TextOrder]:
         """Returns plans first to first + count."""
         return [self._plan(index) for index in range(first, first + count)]
 
-    def _plan(self, index: int) -> TextPlan:
+    def _plan(self, index: int) -> TextOrder:
         seed = random.Random(f"{self._seed}/{index}").getrandbits(64)
         index, source = divmod(index, len(self._sources))
         return self._sources[source](index, seed)
 
-    def _asked(self, index: int, seed: int) -> TextPlan:
+    def _asked(self, index: int, seed: int) -> TextOrder:
         """A given prompt, or a question of the target, with its answer."""
         temperature = self._temperatures[index % len(self._temperatures)]
         prompt = self._prompts[index // len(self._temperatures) % len(self._prompts)] if self._prompts else None
@@ -115,18 +115,18 @@ class Plans:
             assert prompt is not None
             ids = tuple(self._words.encode(prompt).ids)  # with the tokens that the tokenizer adds, as when served
             check_tokens(ids, f"--prompts: {prompt!r}")
-            return TextPlan((Passage(ids, self._answer_tokens_max, temperature),), len(self._first), seed)
+            return TextOrder((Passage(ids, self._answer_tokens_max, temperature),), len(self._first), seed)
         before, after = self._parts
         begin = self._encode(before)
         if prompt is not None:
             ids = self._encode(before + prompt + after)
             check_tokens(ids, f"--prompts: {prompt!r}")
-            return TextPlan((Passage(ids, self._answer_tokens_max, temperature),), len(begin), seed)
+            return TextOrder((Passage(ids, self._answer_tokens_max, temperature),), len(begin), seed)
         question = Passage(begin, QUESTION_TOKENS_MAX, 1.0)
         answer = Passage(self._encode(after), self._answer_tokens_max, temperature)
-        return TextPlan((question, answer), len(begin), seed)
+        return TextOrder((question, answer), len(begin), seed)
 
-    def _window(self, index: int, seed: int) -> TextPlan:
+    def _window(self, index: int, seed: int) -> TextOrder:
         """A window of a file that is drawn by the seed, after the tokens that every served text begins with: continued,
         or as it is and one token more."""
         draws = random.Random(seed)
@@ -143,14 +143,14 @@ class Plans:
             passage = Passage(self._first + window, length - len(window), temperature)
         else:
             passage = Passage(self._first + window, 1, temperature)
-        return TextPlan((passage,), len(self._first), seed)
+        return TextOrder((passage,), len(self._first), seed)
 
-    def _recorded(self, index: int, seed: int) -> TextPlan:
+    def _recorded(self, index: int, seed: int) -> TextOrder:
         """A recorded answer, its beginning if it is longer than others, after the end of what came before."""
         own = self.records[index % len(self.records)]
         before, output = own.prompt_ids[-RECORDED_PROMPT_MAX:], own.output_ids[: self._answer_tokens_max]
         answered_from = max(0, len(before) - 1)
-        return TextPlan((Passage(before + output, 1, own.temperature),), answered_from, seed, answered_from)
+        return TextOrder((Passage(before + output, 1, own.temperature),), answered_from, seed, answered_from)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._words.encode(text, add_special_tokens=False).ids)

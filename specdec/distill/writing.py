@@ -36,7 +36,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class TextPlan:
+class TextOrder:
     """The passages of one text, the position it is learned from, and the seed of its draws. `answered_from`: of an
     answer that is given."""
 
@@ -55,7 +55,7 @@ class TextPlan:
 class _Writing:
     """A text being written: the tokens so far, and the labels of those that were fed."""
 
-    plan: TextPlan
+    plan: TextOrder
     table: BlockTable
     tokens: list[int] = field(default_factory=list)
     fed_count: int = 0
@@ -132,7 +132,7 @@ class TextWriter:
     def __exit__(self, *_: object) -> None:
         self._engine.stop()
 
-    def write(self, plans: Sequence[TextPlan], told: Callable[[int], None] = lambda count: None) -> LabelledTexts:
+    def write(self, plans: Sequence[TextOrder], told: Callable[[int], None] = lambda count: None) -> LabelledTexts:
         """Returns the texts in the order of their plans; `told(n)` after each step of n written tokens.
 
         Raises SpecdecError if the model fails. A plan's text does not depend on the others, but for rounding.
@@ -158,7 +158,7 @@ class TextWriter:
                     self._engine.call(partial(self._engine.cache.release, own.table))
             told(len(chosen))
 
-    def _admit(self, waiting: Iterator[tuple[int, TextPlan]], running: dict[int, _Writing]) -> None:
+    def _admit(self, waiting: Iterator[tuple[int, TextOrder]], running: dict[int, _Writing]) -> None:
         while len(running) < self._text_count and (following := next(waiting, None)) is not None:
             index, plan = following
             table = self._engine.call(partial(self._engine.cache.reserve, plan.length_max))

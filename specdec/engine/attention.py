@@ -34,7 +34,7 @@ class ScoreRule:
     softcap: float | None = None
 
 
-class AttentionPlan(Protocol):
+class AttentionMetadata(Protocol):
     """The attention of one step, for all its layers."""
 
     def attend(
@@ -54,7 +54,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-    plan: AttentionPlan,
+    plan: AttentionMetadata,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: object,
@@ -86,7 +86,7 @@ class AttentionCall:
 
 
 class CallRecorder:
-    """Records attention calls in place of an AttentionPlan; returns the queries as the result of attention."""
+    """Records attention calls in place of an AttentionMetadata; returns the queries as the result of attention."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -94,7 +94,7 @@ class CallRecorder:
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
     ) -> torch.Tensor:
-        """Records the call. See `AttentionPlan.attend`."""
+        """Records the call. See `AttentionMetadata.attend`."""
         self.calls.append(AttentionCall(queries, keys, values, layer, rule))
         return queries
 

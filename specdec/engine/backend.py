@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from specdec.engine.attention import AttentionPlan, AttentionShape
+from specdec.engine.attention import AttentionMetadata, AttentionShape
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 
 
@@ -44,7 +44,7 @@ class StepInput:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logit_rows: torch.Tensor
-    plan: AttentionPlan | None
+    plan: AttentionMetadata | None
     whole: WholeStep | None = None
 
 

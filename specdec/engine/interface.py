@@ -70,7 +70,7 @@ class Chunk:
 
 def tree_paths(parents: Sequence[int], base: int) -> list[list[int]]:
     """Returns the paths of the nodes of a tree below `base`, node i in cell base + i. `parents[i]`: 0 for a child of
-    the token before `base`, k + 1 for one of node k (`protocol.shape`)."""
+    the token before `base`, k + 1 for one of node k (`protocol.tree_shape`)."""
     paths: list[list[int]] = [[]]
     for index, parent in enumerate(parents):
         paths.append([*paths[parent], base + index])

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from specdec.engine.attention import AttentionCall, AttentionPlan, CallRecorder
+from specdec.engine.attention import AttentionCall, AttentionMetadata, CallRecorder
 from specdec.errors import ModelRefused
 
 ROTARY_NAME = "rotary_emb"  # the module that computes cosines and sines, in every architecture with one
@@ -80,7 +80,7 @@ class RotaryAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [1, rows, hidden] -> the same shape."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from specdec.config import TargetSettings
-from specdec.engine.parallel.place import KINDS, Connections, RankPlace, listen
+from specdec.engine.parallel.rank_config import KINDS, Connections, RankPlace, listen
 from specdec.launch.children import Child, arguments_of
 
 # Variables for a child beside its settings, whose variables begin with SPECDEC_.

@@ -201,7 +201,7 @@ class Steps:
         speed = times.speed(is_drafting)
         mean_s = self._expected_s(record, record.step.step_s / speed)
         ratio = record.step.step_s / (speed * mean_s)
-        if self._is_far(record, ratio):
+        if self._is_device(record, ratio):
             return
         ratio = min(max(ratio, RATIO_MIN), RATIO_MAX)
         if self._steps_since_change <= CONTENTION_FROM * self.sessions:
@@ -213,7 +213,7 @@ class Steps:
         else:
             times.level *= 1 + min(0.2, record.step.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
 
-    def _is_far(self, record: RoundRecord, ratio: float) -> bool:
+    def _is_device(self, record: RoundRecord, ratio: float) -> bool:
         """Takes a step and its ratio to the expected time; returns whether it took far longer. One alone is a pause;
         after several a new curve begins with them."""
         step = 1 / max(1, record.step.sessions)
@@ -235,8 +235,8 @@ class Steps:
         """Ends the curve of a jump after several steps that are not far from the one before it."""
         if self._before is None:
             return
-        is_far = record.step.step_s > FAR_FACTOR * self._before.seconds(record.step.rows, self._is_drafting)
-        self._back_steps = 0.0 if is_far else self._back_steps + 1 / max(1, record.step.sessions)
+        is_device = record.step.step_s > FAR_FACTOR * self._before.seconds(record.step.rows, self._is_drafting)
+        self._back_steps = 0.0 if is_device else self._back_steps + 1 / max(1, record.step.sessions)
         if self._back_steps >= FAR_STEPS:
             self._times, self._before = self._before, None
 

@@ -25,7 +25,7 @@ NO_CELL = -1
 
 
 @dataclass(slots=True, eq=False)
-class DraftTreeNode(NodeBase):
+class GrowingNode(NodeBase):
     """A node of the draft's own tree.
 
     `score`: the logarithm of its path's likelihood, up to a constant of the tree. `name`: as the coordinator knows it,
@@ -39,12 +39,12 @@ class DraftTreeNode(NodeBase):
     cell: int = NO_CELL
 
 
-def cells_of(nodes: Iterable[DraftTreeNode]) -> list[int]:
+def cells_of(nodes: Iterable[GrowingNode]) -> list[int]:
     """Returns the cells of the evaluated ones among these nodes."""
     return [node.cell for node in nodes if node.cell != NO_CELL]
 
 
-class Growth:
+class GrowingTree:
     """The tree of one incarnation of a session on the draft, epoch by epoch.
 
     `epoch` counts its restarts, `root_length` is the length at the last one; nodes are named from 1 in each. `root` is
@@ -55,15 +55,13 @@ class Growth:
         self.rule = rule
         self.epoch = 0
         self.root_length = 0
-        self.root: DraftTreeNode | None = None
+        self.root: GrowingNode | None = None
         self._calibration = calibration
         self._features = bin_features(rule)
         self._order = itertools.count()
         self._name_count = 0
-        self._candidates: list[
-            tuple[float, int, DraftTreeNode]
-        ] = []  # by falling score; equal ones in order of arrival
-        self._beyond: list[DraftTreeNode] = []  # past the window, until the next commit
+        self._candidates: list[tuple[float, int, GrowingNode]] = []  # by falling score; equal ones in order of arrival
+        self._beyond: list[GrowingNode] = []  # past the window, until the next commit
 
     def drop(self) -> list[int]:
         """Stops growing until the next restart; returns the cells that are free now."""
@@ -75,7 +73,7 @@ class Growth:
         self.epoch += 1
         self.root_length = len(committed)
         self._name_count = 0
-        self.root = DraftTreeNode(len(committed), committed[-1])
+        self.root = GrowingNode(len(committed), committed[-1])
         self._candidates, self._beyond = [], []
         self.give_back(self.root)
 
@@ -114,7 +112,7 @@ class Growth:
         is_chain: bool = False,
         likelihood_min: float = LIKELIHOOD_MIN,
         wait_reach: int = 0,
-    ) -> list[DraftTreeNode]:
+    ) -> list[GrowingNode]:
         """Takes the likeliest nodes to evaluate, at most `count_max`, best first and none below `likelihood_min`; the
         caller evaluates or returns them.
 
@@ -139,29 +137,29 @@ class Growth:
                 break
         return taken
 
-    def _take_chain(self, reach: int) -> list[DraftTreeNode]:
+    def _take_chain(self, reach: int) -> list[GrowingNode]:
         node = self.root
         while node is not None and node.guesses:
             node = node.proposal
         return [node] if node is not None and node.length < reach else []
 
-    def give_back(self, node: DraftTreeNode) -> None:
+    def give_back(self, node: GrowingNode) -> None:
         """Returns a node that was taken and not evaluated."""
         heapq.heappush(self._candidates, (-node.score, next(self._order), node))
 
-    def likelihood(self, node: DraftTreeNode) -> float:
+    def likelihood(self, node: GrowingNode) -> float:
         """Returns the estimate of P(the node's path is committed), given the tokens committed now."""
         assert self.root is not None
         return math.exp(node.score - self.root.score)
 
-    def _is_open(self, node: DraftTreeNode) -> bool:
+    def _is_open(self, node: GrowingNode) -> bool:
         """Whether a node is not evaluated yet, and its path agrees with the committed tokens."""
         return node.alive and not node.guesses
 
-    def path(self, node: DraftTreeNode) -> list[DraftTreeNode]:
+    def path(self, node: GrowingNode) -> list[GrowingNode]:
         """Returns the nodes from below the root to a node, itself last; none for the root."""
-        nodes: list[DraftTreeNode] = []
-        walker: DraftTreeNode | None = node
+        nodes: list[GrowingNode] = []
+        walker: GrowingNode | None = node
         while walker is not None and walker is not self.root:
             nodes.append(walker)
             walker = walker.parent
@@ -172,7 +170,7 @@ class Growth:
         self._name_count += 1
         return self._name_count
 
-    def file(self, node: DraftTreeNode) -> DraftNode | None:
+    def file(self, node: GrowingNode) -> DraftNode | None:
         """Names a node about to be evaluated, and returns it for sending; None if the coordinator knows it already."""
         if node.parent is None or node.name:
             return None
@@ -181,7 +179,7 @@ class Growth:
 
     def evaluated(
         self,
-        node: DraftTreeNode,
+        node: GrowingNode,
         names: Sequence[int],
         guesses: Sequence[tuple[int, float]],
         draft_probs: DraftProbs | None,
@@ -197,7 +195,7 @@ class Growth:
             certainty = confidence_bin(confidence)
             features = self._features[rank if rank < RANK_COUNT else -1][certainty]
             score = node.score + math.log(probability(features, confidence))
-            child = node.children[token_id] = DraftTreeNode(length, token_id, node, score=score)
+            child = node.children[token_id] = GrowingNode(length, token_id, node, score=score)
             heapq.heappush(self._candidates, (-score, next(self._order), child))
             if rank < len(names):
                 child.name = names[rank]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable
-from specdec.protocol.shape import check_shape, depth_of
+from specdec.protocol.tree_shape import check_shape, depth_of
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
     NODES_PER_STEP_LIMIT,
@@ -107,9 +107,9 @@ class Extend:
 class Verification(NamedTuple):
     """Requests sampler output after the committed tokens and after each draft token (named by session, round_index).
 
-    Draft tokens are the nodes of a tree in depth-first order; `parents`: see `protocol.shape`. Under REJECTION each has
-    the draft distribution it was drawn from, that of its siblings if they were drawn together; all weight on a token
-    that was not drawn. `wants_heads`: the result shall have the proposals of the target's heads, if it has any.
+    Draft tokens are the nodes of a tree in depth-first order; `parents`: see `protocol.tree_shape`. Under REJECTION
+    each has the draft distribution it was drawn from, that of its siblings if they were drawn together; all weight on a
+    token that was not drawn. `wants_heads`: the result shall have the proposals of the target's heads, if it has any.
     """
 
     session: int

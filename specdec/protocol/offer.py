@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from specdec.protocol.calibration import RANK_COUNT, Calibration, confidence_bin, confidence_features
 from specdec.protocol.proposers import Run
-from specdec.protocol.shape import PATH_COUNT_MAX, branches, children
 from specdec.protocol.tree import TreeNode
+from specdec.protocol.tree_shape import PATH_COUNT_MAX, branches, children
 from specdec.protocol.types import CONFIDENCE_EDGES, DraftProbs, Proposer, Rule, point_mass
 
 STRENGTH_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # matches of equal worth end here
@@ -39,7 +39,7 @@ class Limits(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The draft tokens of a verification, in depth-first order; `parents`: protocol.shape. `guesses`: (proposer,
+    """The draft tokens of a verification, in depth-first order; `parents`: protocol.tree_shape. `guesses`: (proposer,
     features) of each, of all proposers with that token there, the surest first."""
 
     token_ids: tuple[int, ...] = ()

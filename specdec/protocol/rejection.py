@@ -12,7 +12,7 @@ from typing import Protocol
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.noise import Lane, uniform
-from specdec.protocol.shape import children
+from specdec.protocol.tree_shape import children
 from specdec.protocol.types import (
     DraftProbs,
     PositionLogprobs,
@@ -84,9 +84,9 @@ def decide(
 ) -> Verdict:
     """Returns the verdict on one round. Pure: the same arguments give the same verdict.
 
-    Walks from the root of the tree (`parents`: protocol.shape): the children of a row are tested in order, the first
-    that passes is accepted and the walk continues below it. If none passes, the row's recovered token follows, or the
-    bonus token after a row without children. `draft_probs` and `accept_draws` hold one entry per draft token under
+    Walks from the root of the tree (`parents`: protocol.tree_shape): the children of a row are tested in order, the
+    first that passes is accepted and the walk continues below it. If none passes, the row's recovered token follows, or
+    the bonus token after a row without children. `draft_probs` and `accept_draws` hold one entry per draft token under
     REJECTION and are not read otherwise; `draft_probs` are those of `Verification`. Raises InvalidRequest for a draft
     token that its draft distribution lacks: it was not drawn from it and must not be tested.
     """

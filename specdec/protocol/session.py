@@ -47,7 +47,7 @@ from specdec.protocol.policy import Policy
 from specdec.protocol.proposers import LocalProposer, Run, head_runs
 from specdec.protocol.records import RoundRecord, RoundTokens, TargetStep, TreeUse
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
-from specdec.protocol.tree import DraftTree
+from specdec.protocol.tree import ReceivedTree
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, ResolvedSamplingParams, Rule
 
 ANSWERS_PER_COMMIT_MAX = 1024  # items of a draft between two commits: many times the steps that a window needs
@@ -85,7 +85,7 @@ class Session:
     draft_incarnation: int = 0
     target_incarnation: int = 0
     malformed_node_count: int = 0
-    tree: DraftTree = field(init=False)
+    tree: ReceivedTree = field(init=False)
     plan: Plan = field(init=False)
     is_speculating: bool = field(init=False)
     _reach: tuple[float, float] = field(init=False)
@@ -99,7 +99,7 @@ class Session:
     _head_runs: list[Run] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree = DraftTree(self.committed)
+        self.tree = ReceivedTree(self.committed)
         self._fix_plan()
 
     @property

@@ -74,7 +74,7 @@ class TreeNode(NodeBase):
     confidence: int = 0
 
 
-class DraftTree:
+class ReceivedTree:
     """The nodes below the committed tokens, a list that its owner extends before it calls `commit`.
 
     `named`: nodes by (epoch, node_id), below the committed tokens and recently committed ones.

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from specdec.errors import ConfigError, SpecdecError
 from specdec.launch.children import KILL_GRACE_S, Child, arguments_of
 from specdec.ray import cluster
-from specdec.ray.placing import COORDINATOR, DRAFT, ActorPlan, reached_at, settings_on
+from specdec.ray.placing import COORDINATOR, DRAFT, ActorSpec, reached_at, settings_on
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel
 from specdec.settings import ServiceSettings, TlsSettings
 from specdec.streams import warn
@@ -45,7 +45,7 @@ class Report:
 class ServiceActor:
     """Detached and named; Ray calls it from one thread, another thread owns its process for its whole life."""
 
-    def __init__(self, plan: ActorPlan) -> None:
+    def __init__(self, plan: ActorSpec) -> None:
         self._plan = plan
         self._host: str = ray.util.get_node_ip_address()
         self._settings: ServiceSettings = plan.settings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specdec.cli.options import OneLineParser, UsageError
 from specdec.errors import ConfigError
 from specdec.ray.config import RaySettings, read_deployment
-from specdec.ray.placing import COORDINATOR, DRAFT, ActorPlan
+from specdec.ray.placing import COORDINATOR, DRAFT, ActorSpec
 from specdec.streams import say, warn
 from specdec.terminal import make_console, print_text
 
@@ -85,7 +85,7 @@ def up(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _tell(began_s: float, actor: ActorPlan, found: Seen | None) -> None:
+def _tell(began_s: float, actor: ActorSpec, found: Seen | None) -> None:
     """Prints one line about an actor whose state has changed."""
     if found is None or not found.row.host:
         words = f"waits for {actor.wants}"

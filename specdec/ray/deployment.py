@@ -18,7 +18,7 @@ from specdec.errors import ConfigError
 from specdec.ray.actor import Report, ServiceActor
 from specdec.ray.cluster import ALIVE, NAMESPACE, ActorRow, actor_name, actors_of
 from specdec.ray.config import RaySettings
-from specdec.ray.placing import COORDINATOR, TARGET, ActorPlan, bundles, plan
+from specdec.ray.placing import COORDINATOR, TARGET, ActorSpec, bundles, plan
 
 POLL_S = 0.5
 REPORT_TIMEOUT_S = 5.0
@@ -45,7 +45,7 @@ class Seen:
         return "no answer" if self.row.state == ALIVE else self.row.state.lower().replace("_", " ")
 
 
-def begin(deployment: RaySettings) -> list[ActorPlan]:
+def begin(deployment: RaySettings) -> list[ActorSpec]:
     """Creates the target's group and all actors; returns at once, even without capacity for them.
 
     Raises ConfigError if the deployment exists.
@@ -68,7 +68,7 @@ def begin(deployment: RaySettings) -> list[ActorPlan]:
     return actors
 
 
-def _create(actor: ActorPlan, group: PlacementGroup) -> None:
+def _create(actor: ActorSpec, group: PlacementGroup) -> None:
     """Has Ray place the actor, and again after each loss."""
     where: dict[str, object]
     if actor.bundle is not None:
@@ -115,7 +115,7 @@ def _answer(asked: ray.ObjectRef[Report] | None) -> Report | None:
 
 
 def wait_until_serving(
-    deployment: RaySettings, actors: Sequence[ActorPlan], on_change: Callable[[ActorPlan, Seen | None], None]
+    deployment: RaySettings, actors: Sequence[ActorSpec], on_change: Callable[[ActorSpec, Seen | None], None]
 ) -> dict[str, Seen]:
     """Returns the actors once the coordinator serves. Calls `on_change` for an actor in a new state.
 

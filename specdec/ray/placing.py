@@ -16,7 +16,7 @@ TARGET, DRAFT, COORDINATOR = "target", "draft", "coordinator"
 
 
 @dataclass(frozen=True, slots=True)
-class ActorPlan:
+class ActorSpec:
     """One actor: its service, resources and node.
 
     `bundle`: its index in the target's group, which is on one node; absent: any node with `labels`. `rank`: of the
@@ -60,22 +60,22 @@ def _resources(gpus: int, cpus: int, labels: Mapping[str, str]) -> str:
     return " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else parts[0]
 
 
-def plan(deployment: RaySettings) -> list[ActorPlan]:
+def plan(deployment: RaySettings) -> list[ActorSpec]:
     """Returns all actors, those of the target's group first, in the order of its bundles."""
     place, own = deployment.placement, deployment.placement.target
     ranks = range(deployment.target.tensor_parallel_size)
     actors = [
-        ActorPlan(f"{TARGET}-{rank}", TARGET, own.cpus, own.gpus, deployment, own.labels, bundle=rank, rank=rank)
+        ActorSpec(f"{TARGET}-{rank}", TARGET, own.cpus, own.gpus, deployment, own.labels, bundle=rank, rank=rank)
         for rank in ranks
     ]
-    beside = ActorPlan(COORDINATOR, COORDINATOR, place.coordinator_cpus, 0, deployment, own.labels, bundle=len(ranks))
+    beside = ActorSpec(COORDINATOR, COORDINATOR, place.coordinator_cpus, 0, deployment, own.labels, bundle=len(ranks))
     actors.append(beside)
     if deployment.draft is not None:
-        actors.append(ActorPlan(DRAFT, DRAFT, place.draft.cpus, place.draft.gpus, deployment, place.draft.labels))
+        actors.append(ActorSpec(DRAFT, DRAFT, place.draft.cpus, place.draft.gpus, deployment, place.draft.labels))
     return actors
 
 
-def bundles(actors: Sequence[ActorPlan]) -> list[dict[str, float]]:
+def bundles(actors: Sequence[ActorSpec]) -> list[dict[str, float]]:
     """Returns the resources of each actor in the target's group."""
     own = [actor for actor in actors if actor.bundle is not None]
     return [{"CPU": actor.cpus, **({"GPU": actor.gpus} if actor.gpus else {})} for actor in own]
@@ -92,7 +92,7 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def settings_on(actor: ActorPlan, node_host: str, draft_hosts: Sequence[str] = ()) -> ServiceSettings:
+def settings_on(actor: ActorSpec, node_host: str, draft_hosts: Sequence[str] = ()) -> ServiceSettings:
     """Returns the settings of an actor's service on its node; `draft_hosts`: nodes of the draft, now or later."""
     settings = actor.settings
     changed: dict[str, object] = {} if has_own_host(settings) else {"host": node_host}

@@ -24,13 +24,13 @@ from specdec.engine.interface import CausalModel
 from specdec.engine.loading.devices import default_block_size, find_device, prepare_libraries
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import Progress
-from specdec.engine.parallel.place import RankPlace
+from specdec.engine.parallel.rank_config import RankPlace
 from specdec.engine.scheduling.feed import Answer, Payload
 from specdec.engine.scheduling.runner import HiddenReader, Sampler
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, CacheExhausted, ReplicaUnavailable
 from specdec.protocol.types import Description
-from specdec.replica.handler import IDLE_S, ItemHandler, ReplicaService
+from specdec.replica.handler import ABANDONED_S, ItemHandler, ReplicaService
 from specdec.replica.loading import SampleFeed, describe, measure_hidden_times, measure_step_times
 from specdec.replica.metrics import ReplicaMetrics, page_metrics
 from specdec.replica.startup import StartupTimes
@@ -296,10 +296,10 @@ class ReplicaApp(Generic[Payload, Answer]):
 
     def _end_idle_stream(self) -> None:
         """Ends the oldest stream that never brought work for a session. Raises CacheExhausted if there is none, or none
-        IDLE_S old: coordinators that have worked keep their places."""
+        ABANDONED_S old: coordinators that have worked keep their places."""
         idle = [stream for stream in self._streams if stream not in self._handler.worked]
         oldest = min(idle, key=lambda stream: stream.began_s, default=None)
-        if oldest is None or time.monotonic() - oldest.began_s < IDLE_S:
+        if oldest is None or time.monotonic() - oldest.began_s < ABANDONED_S:
             raise CacheExhausted(f"all {STREAM_COUNT_MAX} places for streams of coordinators are taken")
         self._streams.discard(oldest)
         oldest.give_place()

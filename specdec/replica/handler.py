@@ -24,7 +24,9 @@ from specdec.rpc.status import failure_from_error
 from specdec.telemetry.logs import get_logger
 
 STOPPING = "the replica stops and takes no more sessions"
-IDLE_S = 10.0  # a session at work pauses for milliseconds; opened again after a longer pause it costs its cache only
+ABANDONED_S = (
+    10.0  # a session at work pauses for milliseconds; opened again after a longer pause it costs its cache only
+)
 HELD_S = 60.0  # then a place beyond its stream's share goes to another stream that asks: the text there can be resumed
 ASKING_S = 2.0  # from a refusal on: twice the pause after which a coordinator's client tries again
 
@@ -236,7 +238,7 @@ class ItemHandler:
         """Ends the session that has been without work for longest; False if all are at work."""
         idle = [key for key, session in self.sessions.items() if not session.is_busy]
         key = min(idle, key=lambda one: self.sessions[one].active_s, default=None)
-        if key is None or now_s - self.sessions[key].active_s < IDLE_S:
+        if key is None or now_s - self.sessions[key].active_s < ABANDONED_S:
             return False
         self._end_for_another(key, "idle session ended")
         return True

@@ -15,7 +15,7 @@ from specdec.advise.agreement import Agreement
 from specdec.advise.command import advise, check_table, names_of
 from specdec.advise.forecast import Break, Estimate, Times
 from specdec.advise.measuring import EVERYTHING, Reading, Text
-from specdec.advise.report import Advice, ChainPlan, advice_of, cells_of, plans_of, price_of, rounds_forecast
+from specdec.advise.report import Advice, ChainForecast, advice_of, cells_of, plans_of, price_of, rounds_forecast
 from specdec.advise.settings import AdviseSettings
 from specdec.advise.view import RTTS_MS, acceptance_table, length_table, picture_of, sentence, sweep_table
 from specdec.errors import ConfigError
@@ -191,7 +191,7 @@ def test_prices_of_a_plan_and_of_plain_decoding() -> None:
 
 def advice_with(draft: str, rate: float, length: int) -> Advice:
     """An advice with one plan of this rate; plain decoding has 20 tokens/s. `length` 0: plain is better."""
-    plan = ChainPlan(
+    plan = ChainForecast(
         length or 1, Estimate(1.5, 1.4, 1.6), Estimate(0.5, 0.5, 0.5), *[Estimate(rate, rate, rate)] * 2, 0.0, 0.0
     )
     return Advice(draft, 7_000_000, 0.04, 0.005, 20.0, 0.0, length, [], [plan], Break(0.0, 0.0, 0))

@@ -34,7 +34,7 @@ from specdec.client.stream import Client
 from specdec.config import ServeSettings
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
-from specdec.distill.writing import TextPlan, TextWriter
+from specdec.distill.writing import TextOrder, TextWriter
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
@@ -199,7 +199,7 @@ def test_the_new_seed_gives_another_text(folder: Path) -> None:
     plans = Plans(folder, (1.0,), TOKENS, "advise/0", ["total", "value", "return"]).make(0, 3)
 
     def texts_with(seeds: list[int]) -> list[list[int]]:
-        own: list[TextPlan] = [replace(plan, seed=seed) for plan, seed in zip(plans, seeds, strict=True)]
+        own: list[TextOrder] = [replace(plan, seed=seed) for plan, seed in zip(plans, seeds, strict=True)]
         with TextWriter(model, 3, max(plan.length_max for plan in own)) as writer:
             texts: LabelledTexts = writer.write(own)
         return [part.tolist() for part in texts.token_ids.split(texts.lengths.tolist())]

@@ -13,7 +13,7 @@ import pytest
 from bench.holdings import reached
 from bench.ways import AUTO_ROUND, FIRST_DELTA, OFF_ROUND, Place, Size, size_of
 from specdec.errors import SpecdecError
-from specdec.protocol.growth import DraftTreeNode
+from specdec.protocol.growth import GrowingNode
 
 ROUNDS = 4
 
@@ -44,9 +44,9 @@ def test_the_size_of_a_way(threads: list[str], size: Size) -> None:
 def test_what_a_request_holds_ends_at_another_request() -> None:
     """Claim: a walk that leaves its request is refused, with the field that leads out, instead of counting what other
     requests hold. Conclusive: two nodes that know each other play two requests."""
-    one = DraftTreeNode(1, 0)
-    one.children[5] = DraftTreeNode(2, 5, one)
-    with pytest.raises(SpecdecError, match=r"DraftTreeNode\.children .* SHARED"):
+    one = GrowingNode(1, 0)
+    one.children[5] = GrowingNode(2, 5, one)
+    with pytest.raises(SpecdecError, match=r"GrowingNode\.children .* SHARED"):
         reached(one)
 
 

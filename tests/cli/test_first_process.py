@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.parallel.place import listen
+from specdec.engine.parallel.rank_config import listen
 from specdec.folders import EMBEDDED_MODELS
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]

@@ -17,7 +17,7 @@ from specdec.engine.cuda import plan as plan_module
 from specdec.engine.cuda.plan import StepTensors
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.interface import Chunk, RaggedBatch
-from specdec.protocol.shape import branches, path_tokens
+from specdec.protocol.tree_shape import branches, path_tokens
 from tests.cuda.test_device_engine import TOLERANCE
 from tests.cuda.test_no_waiting import NoWaitingCopies
 from tests.engine.test_target_trees import COMMITTED, NODE_COUNT, PARENTS, Chains, go_on, run_tree, tree_chunk

@@ -175,8 +175,8 @@ def test_assumptions_give_the_same_as_reads(are_tied: bool, monkeypatch: pytest.
     expected = both()
     found_wrong: list[bool] = []
     was_wrong = HostCopy.was_wrong
-    monkeypatch.setattr(host_copy_module, "is_far", lambda device: True)
-    monkeypatch.setattr(verification_module, "is_far", lambda device: True)
+    monkeypatch.setattr(host_copy_module, "is_device", lambda device: True)
+    monkeypatch.setattr(verification_module, "is_device", lambda device: True)
     monkeypatch.setattr(
         HostCopy, "was_wrong", lambda self: bool(found_wrong.append(was_wrong(self)) or found_wrong[-1])
     )

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from specdec.engine import attention, norms, rotary_attention
 from specdec.engine.cuda import backend as backend_module
 from specdec.engine.cuda import modules
-from specdec.engine.cuda.attention import DENSE, Way
+from specdec.engine.cuda.attention import DENSE, AttentionBackend
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.cuda.ways import candidates
+from specdec.engine.cuda.select import candidates
 from specdec.engine.interface import Chunk, ModelDescription, RaggedBatch
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import ARCHITECTURES, SEVERAL_ARCHITECTURES, model_class
@@ -77,7 +77,7 @@ def test_a_step_stays_on_its_device(architecture: str) -> None:
     model = meta_model(architecture, torch.bfloat16)
     backend = model.backend
     assert isinstance(backend, DeviceBackend)
-    ways: tuple[Way, ...] = (DENSE, *candidates(256))
+    ways: tuple[AttentionBackend, ...] = (DENSE, *candidates(256))
     for way in ways:
         model.allocate(8, 256)
         backend.way = way

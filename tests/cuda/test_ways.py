@@ -12,20 +12,27 @@ import torch.nn.attention.varlen as varlen_module
 
 from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.cuda import attention
-from specdec.engine.cuda.attention import DENSE, BlockTables, DevicePlan, Gathered, Way, varlen_parameters
+from specdec.engine.cuda.attention import (
+    DENSE,
+    AttentionBackend,
+    BlockTables,
+    DeviceMetadata,
+    Gathered,
+    varlen_parameters,
+)
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
-from specdec.engine.cuda.storage import DeviceStorage
-from specdec.engine.cuda.ways import (
+from specdec.engine.cuda.select import (
     TOLERANCE,
     TRIED_STEPS,
     Probe,
     candidates,
-    choose_way,
     first_that_agrees,
     largest_difference,
     make_probe,
+    select_backend,
     tried_batch,
 )
+from specdec.engine.cuda.storage import DeviceStorage
 from tests.support.device_models import documented_varlen_attn
 
 CPU = torch.device("cpu")
@@ -60,7 +67,7 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("documented")
 @pytest.mark.parametrize("shape", [GROUPED, ALONE], ids=["grouped", "alone"])
 @pytest.mark.parametrize("way, block_size", [(BlockTables(), 256), (Gathered(), 16), (Gathered(), 256)])
-def test_every_way_computes_the_same(way: Way, block_size: int, shape: AttentionShape) -> None:
+def test_every_way_computes_the_same(way: AttentionBackend, block_size: int, shape: AttentionShape) -> None:
     """Claim: decodes, verifications and chunks of several lengths, with windows and without, have the results of the
     plain way in each way. Conclusive: the kernel's stand-in asserts types, shapes and limits of the real one, and
     blocks hold arbitrary numbers beyond a sequence's end, so a key too many or too few shows.
@@ -70,7 +77,7 @@ def test_every_way_computes_the_same(way: Way, block_size: int, shape: Attention
 
 @pytest.mark.usefixtures("documented")
 @pytest.mark.parametrize("way", [BlockTables(), Gathered()], ids=lambda way: way.name)
-def test_padded_steps_compute_the_same(way: Way) -> None:
+def test_padded_steps_compute_the_same(way: AttentionBackend) -> None:
     """Claim: a step padded to a captured shape gives its own rows the results of the exact step, and writes nothing
     else but to the scratch block. Conclusive: compared bit for bit, the storage too.
     """
@@ -88,7 +95,7 @@ def test_padded_steps_compute_the_same(way: Way) -> None:
             buffer.reserve(each)
             buffer.fill(batch, each)
             inputs = rows[: each.row_count].split([8, 2, 2], dim=1)
-            output = DevicePlan(storage, buffer.send(each), way).attend(*inputs, 0, RULES[0])
+            output = DeviceMetadata(storage, buffer.send(each), way).attend(*inputs, 0, RULES[0])
             results.append((output[: batch.row_count], storage.layers[0][:, : storage.block_count]))
         (exact, exact_cache), (padded, padded_cache) = results
         assert torch.equal(exact, padded) and torch.equal(exact_cache, padded_cache)
@@ -135,16 +142,16 @@ def test_which_ways_a_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [way.name for way in candidates(256)] == ["block tables", "gathered"][not has_tables :]
     assert [way.name for way in candidates(64)] == ["gathered"]
     older = frozenset("query key value cu_seq_q cu_seq_k max_q max_k return_aux scale window_size".split())
-    monkeypatch.setattr("specdec.engine.cuda.ways.varlen_parameters", lambda: older)
+    monkeypatch.setattr("specdec.engine.cuda.select.varlen_parameters", lambda: older)
     assert [way.name for way in candidates(256)] == ["gathered"]
-    monkeypatch.setattr("specdec.engine.cuda.ways.varlen_parameters", frozenset)
+    monkeypatch.setattr("specdec.engine.cuda.select.varlen_parameters", frozenset)
     assert candidates(256) == []
-    assert choose_way(GROUPED, 256, torch.float32, torch.device("cuda")) is DENSE
-    assert choose_way(GROUPED, 256, torch.bfloat16, CPU) is DENSE
+    assert select_backend(GROUPED, 256, torch.float32, torch.device("cuda")) is DENSE
+    assert select_backend(GROUPED, 256, torch.bfloat16, CPU) is DENSE
 
 
 @pytest.mark.parametrize("way", [BlockTables(), Gathered()], ids=lambda way: way.name)
-def test_the_real_varlen_attn_takes_what_it_is_given(way: Way) -> None:
+def test_the_real_varlen_attn_takes_what_it_is_given(way: AttentionBackend) -> None:
     """Claim: the call fits the signature and the operator's schema of the torch installed. Conclusive: torch's own
     function runs, on tensors without numbers, which its operator's checks and shapes are made for.
     """
@@ -162,7 +169,7 @@ def test_the_real_varlen_attn_takes_what_it_is_given(way: Way) -> None:
     step = type(step)(shape, *(getattr(step, name).to(meta) for name in fields))
     storage = DeviceStorage(1, 20, 256, 2, 16, torch.bfloat16, meta)
     queries, keys, values = torch.empty(shape.row_count, 12, 16, dtype=torch.bfloat16, device=meta).split([8, 2, 2], 1)
-    output = DevicePlan(storage, step, way).attend(queries, keys, values, 0, RULES[1])
+    output = DeviceMetadata(storage, step, way).attend(queries, keys, values, 0, RULES[1])
     assert output.shape == queries.shape and output.dtype == queries.dtype and output.device == meta
     if way.name == "block tables":
         assert varlen_parameters() >= DOCUMENTED

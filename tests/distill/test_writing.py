@@ -14,7 +14,7 @@ from specdec.distill.command import plans_of
 from specdec.distill.plans import Plans, recorded_acceptance, records_of, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.texts import LabelledTexts
-from specdec.distill.writing import Passage, TextPlan, TextWriter
+from specdec.distill.writing import Passage, TextOrder, TextWriter
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
@@ -31,7 +31,7 @@ def target() -> object:
     return load_model(str(MODELS / "target"), dtype="float32", has_stable_rows=False)
 
 
-def written(target: object, plans: list[TextPlan], at_once: int) -> LabelledTexts:
+def written(target: object, plans: list[TextOrder], at_once: int) -> LabelledTexts:
     with TextWriter(target, at_once, max(plan.length_max for plan in plans)) as writer:
         return writer.write(plans)
 
@@ -70,7 +70,7 @@ def test_an_end_token_ends_a_passage(target):
     """Claim: after an end token the next passage's given tokens follow, without it; after the last nothing does. Shown
     with every token an end: each passage is what was given, and one token of the target's ends it."""
     own = target.description
-    plan = TextPlan((Passage((5, 6), 4, 0.0), Passage((7, 8), 4, 0.0)), 0, seed=1)
+    plan = TextOrder((Passage((5, 6), 4, 0.0), Passage((7, 8), 4, 0.0)), 0, seed=1)
     with TextWriter(target, 1, plan.length_max) as writer:
         writer._end_token_ids = tuple(range(own.vocabulary_size))
         texts = writer.write([plan])

@@ -21,9 +21,9 @@ from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.loading.model import load_model
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.protocol.items import Close, Commit, Failure, MissingTokens, Nodes, Open
-from specdec.protocol.tree import DraftTree, TreeNode
+from specdec.protocol.tree import ReceivedTree, TreeNode
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
-from specdec.replica.handler import IDLE_S, ItemHandler
+from specdec.replica.handler import ABANDONED_S, ItemHandler
 from tests.exactness import reference
 from tests.support.engine_models import make_tiny_model
 from tests.support.trees import OwnTree
@@ -60,7 +60,7 @@ class Draft:
         )
         self.drafter = Drafter(self.engine, description)
         self.handler = ItemHandler(self.drafter, 8)
-        self.trees: dict[int, DraftTree] = {}
+        self.trees: dict[int, ReceivedTree] = {}
         self.windows: dict[int, int] = {}
         self.failures: list[Failure] = []
         self.errors: list[AssertionError] = []
@@ -415,9 +415,9 @@ def test_a_session_without_cells_drafts_once_they_are_free(model_folder: Path) -
 
 
 def test_a_session_left_alone_gives_its_cells_to_others(model_folder: Path) -> None:
-    """Claim: a session without commits for IDLE_S keeps no other from drafting, one that works does; it drafts again
-    from its next commit on that finds cells. Conclusive: the same commits of the late session find none before, and all
-    proposals are compared with the model's."""
+    """Claim: a session without commits for ABANDONED_S keeps no other from drafting, one that works does; it drafts
+    again from its next commit on that finds cells. Conclusive: the same commits of the late session find none before,
+    and all proposals are compared with the model's."""
     each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
     draft = Draft(model_folder, 1 + each)
     for session in (1, 2, 3):
@@ -426,7 +426,7 @@ def test_a_session_left_alone_gives_its_cells_to_others(model_folder: Path) -> N
     held = {own.opened.session: own for own in draft.sessions}
     draft.commit(3, 5)
     assert draft.drafter.waiting_count == 1 and held[1].table.block_ids and held[2].table.block_ids
-    held[1].active_s -= IDLE_S
+    held[1].active_s -= ABANDONED_S
     draft.commit(3, 6)
     draft.settle()
     assert draft.trees[3].named and draft.drafter.waiting_count == 0

@@ -14,7 +14,7 @@ import torch
 
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
-from specdec.protocol.shape import branches, path_tokens
+from specdec.protocol.tree_shape import branches, path_tokens
 from tests.support.engine_models import Driver, random_tokens
 
 NAMES = ("target", "llama", "gpt2", "odd", "gemma3-wide")

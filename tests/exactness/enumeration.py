@@ -27,7 +27,7 @@ from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import Lane
 from specdec.protocol.offer import Limits, make_offer
-from specdec.protocol.tree import DraftTree
+from specdec.protocol.tree import ReceivedTree
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
 from tests.support.trees import OwnTree
 
@@ -193,7 +193,7 @@ def sampled_distribution_as_fractions(
     return tuple(weights[t] / sum(weights[k] for k in kept) if t in kept else Fraction(0) for t in range(len(logits)))
 
 
-def grown_tree(path: Path, chain: tuple[Child, ...], vocabulary_size: int) -> DraftTree:
+def grown_tree(path: Path, chain: tuple[Child, ...], vocabulary_size: int) -> ReceivedTree:
     """The coordinator's tree after the chain arrived, read up to the first malformed token as on the wire."""
     tree = OwnTree(path)
     for node, child in enumerate(chain, start=1):
@@ -207,7 +207,7 @@ def grown_tree(path: Path, chain: tuple[Child, ...], vocabulary_size: int) -> Dr
     return tree
 
 
-def chain_offer(tree: DraftTree, length: int) -> tuple[Path, tuple[DraftProbs, ...]]:
+def chain_offer(tree: ReceivedTree, length: int) -> tuple[Path, tuple[DraftProbs, ...]]:
     """The tokens and distributions of the real offer of a chain of at most `length` tokens."""
     offer = make_offer(tree.root, [], Rule.REJECTION, Limits(length, 99), Calibration())
     assert not offer.parents

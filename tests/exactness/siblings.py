@@ -26,8 +26,8 @@ from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import Lane
 from specdec.protocol.offer import Limits, Offer, make_offer
 from specdec.protocol.proposers import Run
-from specdec.protocol.shape import children as children_of
-from specdec.protocol.tree import DraftTree
+from specdec.protocol.tree import ReceivedTree
+from specdec.protocol.tree_shape import children as children_of
 from specdec.protocol.types import DraftProbs, Proposer, ResolvedSamplingParams, Rule
 from tests.exactness.enumeration import INSET, Path, Table, sampled_distribution_as_fractions
 
@@ -115,7 +115,7 @@ class SiblingWorld:
 
     def offer(self, path: Path, nodes: dict[Path, tuple[Drawn, DraftProbs]]) -> Offer:
         """The real offer below a path, from the real tree."""
-        tree = DraftTree(list(path))
+        tree = ReceivedTree(list(path))
         names = {path: 0}
         for parent, (drawn, probs) in nodes.items():
             evaluated = {token_id for token_id in drawn if (*parent, token_id) in nodes}

@@ -23,7 +23,7 @@ from specdec.decoding.distribution import (
     likeliest,
     sampled_distribution,
 )
-from specdec.decoding.edits import PathContext
+from specdec.decoding.logits_processors import PathContext
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from tests.exactness import reference
 from tests.exactness.policies import rounds

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from specdec.decoding import edits as edits_module
+from specdec.decoding import logits_processors as edits_module
 from specdec.decoding import verification as verification_module
 from specdec.protocol import rejection
 from specdec.protocol.noise import Lane

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specdec.decoding import noise
 from specdec.decoding.proposal import PROPOSAL_PROBS_TOKENS_MAX, ProposalRequest, draw, propose
-from specdec.decoding.top import top
+from specdec.decoding.topk import top
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.protocol.types import (
     DRAFT_PROBS_WEIGHT_CODES,

@@ -12,7 +12,7 @@ import pytest
 
 from specdec.decoding import proposal as proposal_module
 from specdec.decoding import verification as verification_module
-from specdec.decoding.edits import PathContext
+from specdec.decoding.logits_processors import PathContext
 from specdec.protocol import offer as offer_module
 from specdec.protocol import rejection
 from specdec.protocol.calibration import Calibration

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.decoding import paths as paths_module
-from specdec.decoding.edits import edited_logits
-from specdec.decoding.paths import TokenPath
+from specdec.decoding.logits_processors import edited_logits
 from specdec.decoding.proposal import ProposalRequest, edited_rows
+from specdec.decoding.token_path import TokenPath
 from specdec.decoding.verification import VerificationRequest
 from specdec.draft_service.session import DraftSession
 from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.table_model import TokenStorage
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import Growth
+from specdec.protocol.growth import GrowingTree
 from specdec.protocol.items import Open
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.target_service.session import TargetSession
@@ -49,7 +49,7 @@ def sessions_of(prompt_length: int, penalties: dict) -> tuple[TargetSession, Dra
     opened = Open(1, 1, params_of(prompt_length, penalties), 1 << 18, 1 << 18)
     cache = KVCache(2, 8, TokenStorage(2, 8))
     sessions = [(opened, cache.open(1 << 18), lambda answer: None) for _ in range(2)]
-    return TargetSession(*sessions[0]), DraftSession(*sessions[1], cache, Growth(Rule.GREEDY, Calibration()))
+    return TargetSession(*sessions[0]), DraftSession(*sessions[1], cache, GrowingTree(Rule.GREEDY, Calibration()))
 
 
 def rows_of(session: Session, drafts: Sequence[tuple[int, ...]], logits: torch.Tensor) -> torch.Tensor:

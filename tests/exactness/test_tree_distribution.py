@@ -1,9 +1,9 @@
 """REJECTION keeps the target distribution when the draft grows a tree, best first, and likelihoods follow the draws.
 
 The evaluated nodes, and so the length of a proposal, depend here on the confidence in tokens drawn before: the real
-`Growth` decides, fed with the real proposals. Every draw of every node is enumerated, so the output distribution is
-known as fractions and compared without tolerance (see enumeration.py). A draft that offers tokens by their likelihood
-must fail the same check.
+`GrowingTree` decides, fed with the real proposals. Every draw of every node is enumerated, so the output distribution
+is known as fractions and compared without tolerance (see enumeration.py). A draft that offers tokens by their
+likelihood must fail the same check.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import DraftTreeNode, Growth
+from specdec.protocol.growth import GrowingNode, GrowingTree
 from specdec.protocol.items import DraftNode
 from specdec.protocol.types import Rule
 from tests.exactness.enumeration import PROMPT, Child, Path, Setting, base_two_distribution, chain_offer
@@ -38,7 +38,7 @@ class Grown:
         committed_count = sum(len(what) for kind, what in history if kind == "commit")
         start = list(path[: len(path) - committed_count])
         self.world = world
-        self.growth = Growth(Rule.REJECTION, Calibration())
+        self.growth = GrowingTree(Rule.REJECTION, Calibration())
         self.growth.restart(list(start))
         self.tree = OwnTree(list(start))
         for kind, what in history:
@@ -53,14 +53,14 @@ class Grown:
     def committed(self) -> Path:
         return tuple(self.tree.committed)
 
-    def next_candidate(self) -> DraftTreeNode | None:
+    def next_candidate(self) -> GrowingNode | None:
         """The node the real growth takes next; growth itself is not changed."""
         taken = self.growth.take(1, 99)
         if taken:
             self.growth.give_back(taken[0])
         return taken[0] if taken else None
 
-    def path_of(self, candidate: DraftTreeNode) -> Path:
+    def path_of(self, candidate: GrowingNode) -> Path:
         return (*self.committed, *(node.token_id for node in self.growth.path(candidate)))
 
     def evaluate(self, child: Child) -> None:

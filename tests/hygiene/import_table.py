@@ -12,7 +12,7 @@ MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 NETWORK_LIBRARIES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
 CLOCKS_AND_CHANCE = ("asyncio", "threading", "time", "datetime", "random", "secrets", "uuid", "os", "socket")
 # Plain values and pure functions of the protocol, which every package may use; tree, session and policy are machines.
-VALUE_MODULES = ("types", "items", "request", "records", "report", "limits", "noise", "fingerprint", "shape", "heads")
+VALUE_MODULES = ("types", "items", "request", "records", "report", "limits", "noise", "fingerprint", "tree_shape", "heads")
 VALUES = tuple(f"specdec.protocol.{name}" for name in VALUE_MODULES)
 
 
@@ -74,7 +74,7 @@ TABLE = (
             "specdec.errors",
             "specdec.protocol.types",
             "specdec.protocol.noise",
-            "specdec.protocol.shape",
+            "specdec.protocol.tree_shape",
             "specdec.engine.cpu.kernels",
             "specdec.engine.cpu.sampling",
         ),
@@ -114,7 +114,7 @@ TABLE = (
             "specdec.streams",
             "specdec.settings",
             "specdec.config",
-            "specdec.engine.parallel.place",
+            "specdec.engine.parallel.rank_config",
             "specdec.engine.loading.model_folder",
             "specdec.rpc",
             "specdec.v1",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from specdec.engine.parallel.group import Bounds, Ending
-from specdec.engine.parallel.place import RankPlace, listen
 from specdec.engine.parallel.rank import ModelSource, load_leader
+from specdec.engine.parallel.rank_config import RankPlace, listen
 from specdec.engine.parallel.watch import Loss
 from specdec.errors import RANK_LOST_EXIT_CODE, ReplicaUnavailable
 from tests.support.engine_models import Driver, random_tokens

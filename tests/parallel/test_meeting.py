@@ -19,7 +19,7 @@ from specdec.config import TargetSettings
 from specdec.engine.parallel.connections import CALLERS_MAX, GREETING_BYTES, GREETING_S, connect
 from specdec.engine.parallel.exchange import FOLDER, file_bytes
 from specdec.engine.parallel.group import FILE_NAME, _find_shared_file, _make_shared_file
-from specdec.engine.parallel.place import KINDS, RankPlace
+from specdec.engine.parallel.rank_config import KINDS, RankPlace
 from specdec.errors import ConfigError
 from specdec.launch.children import start
 from tests.parallel.test_failures import processes_below

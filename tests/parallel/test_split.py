@@ -11,8 +11,8 @@ import torch
 
 from specdec.engine.loading.fitting import empty_model
 from specdec.engine.loading.model_folder import open_model_folder
-from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.rank import ModelSource, run_follower
+from specdec.engine.parallel.rank_config import RankPlace
 from specdec.engine.parallel.share import check_split
 from specdec.engine.parallel.split import Cut, plan_split
 from specdec.engine.table_model import write_table_model

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 import pytest
 
 from specdec.protocol.calibration import Calibration, confidence_features
-from specdec.protocol.growth import LIKELIHOOD_MIN, Growth
+from specdec.protocol.growth import LIKELIHOOD_MIN, GrowingTree
 from specdec.protocol.items import DraftNode
 from specdec.protocol.types import Rule
 from tests.support.trees import OwnTree
@@ -65,7 +65,7 @@ class Grower:
 
     def __init__(self, committed: list[int], calibration: Calibration | None = None) -> None:
         self.committed = list(committed)
-        self.growth = Growth(Rule.COUPLED, calibration or ConfidenceItself())
+        self.growth = GrowingTree(Rule.COUPLED, calibration or ConfidenceItself())
         self.growth.restart(committed)
         self.evaluated: list[tuple[int, ...]] = []
         self.remote = OwnTree(list(committed))
@@ -174,7 +174,7 @@ def test_a_chain_goes_on_however_unlikely_it_is_and_a_tree_stops() -> None:
     while grower.grow(8):
         pass
     assert min(likelihoods(grower.evaluated, 1)) >= LIKELIHOOD_MIN and len(grower.evaluated) > 30
-    chain = Growth(Rule.GREEDY, ConfidenceItself())
+    chain = GrowingTree(Rule.GREEDY, ConfidenceItself())
     chain.restart([1])
     for _ in range(40):
         (node,) = chain.take(1, 99, is_chain=True)
@@ -286,7 +286,7 @@ def test_a_commit_keeps_the_cells_of_its_path_and_frees_all_others() -> None:
     the rest above the new root; what lies below it stays; dropping the tree frees all. Conclusive: every cell is given
     once, and the three parts make up the whole, over random commits."""
     rng = random.Random(11)
-    growth, next_cell, used = Growth(Rule.COUPLED, ConfidenceItself()), 0, set()
+    growth, next_cell, used = GrowingTree(Rule.COUPLED, ConfidenceItself()), 0, set()
     committed = [3]
     growth.restart(committed)
     for _ in range(60):

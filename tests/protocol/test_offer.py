@@ -15,7 +15,8 @@ from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.offer import Limits, Offer, make_offer
 from specdec.protocol.proposers import Run
-from specdec.protocol.shape import (
+from specdec.protocol.tree import ReceivedTree
+from specdec.protocol.tree_shape import (
     PATH_COUNT_MAX,
     branches,
     check_shape,
@@ -24,7 +25,6 @@ from specdec.protocol.shape import (
     path_count_max,
     path_tokens,
 )
-from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import CacheSize, DraftProbs, Proposer, Rule, point_mass
 
 ROOT = [7, 7]
@@ -97,9 +97,9 @@ class Certain(Calibration):
         return self._table.get(features, prior)
 
 
-def grown(rule: Rule = Rule.GREEDY) -> DraftTree:
+def grown(rule: Rule = Rule.GREEDY) -> ReceivedTree:
     """A tree of depth two: three children of the root, three of each of these, with falling confidence."""
-    tree, probs = DraftTree(ROOT), DraftProbs((1, 2, 3), (6, 3, 2))
+    tree, probs = ReceivedTree(ROOT), DraftProbs((1, 2, 3), (6, 3, 2))
     names = itertools.count(1)
     is_drawn = rule is Rule.REJECTION
 
@@ -158,7 +158,7 @@ def test_equal_tokens_of_several_proposers_are_one_node(rule: Rule) -> None:
     offer = make_offer(grown(rule).root, runs, rule, Limits(3, 9), Certain())
     assert offer.token_ids[0] == 1 and paths_of(offer)[1] in ((1, 9), (1, 1))
     assert {proposer for proposer, _ in offer.guesses[0]} == {Proposer.DRAFT, Proposer.NGRAM}
-    assert offer.proposers[0] is Proposer.NGRAM and offer.local_count([0]) == 1
+    assert offer.proposers[0] is Proposer.NGRAM and offer.sources([0])[2] == 1
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -173,7 +173,7 @@ def test_matches_of_a_length_that_never_comes_true_lose_their_rows(rule: Rule) -
     runs = {length: Run(Proposer.NGRAM, (1, 2), strength=length) for length in (2, 10)}
 
     def offered(length: int) -> Offer:
-        return make_offer(DraftTree(ROOT).root, [runs[length]], rule, limits, calibration)
+        return make_offer(ReceivedTree(ROOT).root, [runs[length]], rule, limits, calibration)
 
     assert offered(2).token_ids and offered(10).token_ids == (1, 2)
     for length in runs:

@@ -43,7 +43,7 @@ from specdec.protocol.session import (
     Session,
 )
 from specdec.protocol.states import DraftState, Phase
-from specdec.protocol.tree import DraftTree
+from specdec.protocol.tree import ReceivedTree
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
 from tests.support.session_check import check_session
 from tests.support.trees import OwnTree
@@ -110,7 +110,7 @@ class ToyDraft:
 
     def forget(self) -> None:
         self.tokens: list[int] | None = None
-        self.tree: DraftTree | None = None
+        self.tree: ReceivedTree | None = None
         self.window = self.epoch = self.node = self.root_length = 0
 
     def take(self, item) -> list:

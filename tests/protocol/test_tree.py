@@ -7,7 +7,7 @@ import gc
 import random
 
 from specdec.protocol.items import DraftNode
-from specdec.protocol.tree import DraftTree
+from specdec.protocol.tree import ReceivedTree
 from tests.support.trees import OwnTree
 
 
@@ -15,7 +15,7 @@ def node(number: int, parent: int, token_id: int, proposal: bool = True) -> Draf
     return DraftNode(number, parent, token_id, proposal)
 
 
-def path_tokens(tree: DraftTree, limit: int = 64) -> list[int]:
+def path_tokens(tree: ReceivedTree, limit: int = 64) -> list[int]:
     return [node.token_id for node in tree.proposal_path(limit)]
 
 

@@ -20,7 +20,7 @@ from specdec.errors import CacheExhausted, DeliveryStalled, InvalidRequest, Spec
 from specdec.protocol.items import ITEM_COUNT_MAX, Close, Failure, MissingTokens, Nodes, Open, Verification
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.replica import stream as stream_module
-from specdec.replica.handler import ASKING_S, HELD_S, IDLE_S, ItemHandler, ReplicaService, ReplicaSession
+from specdec.replica.handler import ABANDONED_S, ASKING_S, HELD_S, ItemHandler, ReplicaService, ReplicaSession
 from specdec.replica.stream import ReplicaStream
 from specdec.rpc.convert_items import item_to_bytes
 from specdec.rpc.limits import UNHANDLED_BYTES_MAX, UNHANDLED_BYTES_MIN
@@ -69,7 +69,7 @@ class Coordinators:
 
 
 def test_sessions_without_work_lock_no_other_coordinator_out() -> None:
-    """Claim: places taken without work, and places idle for IDLE_S, go to the sessions that ask, the longest idle
+    """Claim: places taken without work, and places idle for ABANDONED_S, go to the sessions that ask, the longest idle
     first; a session that works, or worked a moment ago, keeps its place; one that lost it is opened again at will.
 
     Source: 64 idle opens locked a target out. Conclusive: each kind is present, and the names of those left are
@@ -79,12 +79,12 @@ def test_sessions_without_work_lock_no_other_coordinator_out() -> None:
     assert all(both.open("a", session, works=session > 4) for session in range(1, 9))
     assert all(both.open("b", session, at_s=1.0) for session in range(1, 5))
     assert both.held("a") == [5, 6, 7, 8], "those that never worked have gone"
-    assert not both.open("b", 5, at_s=IDLE_S - 1)
+    assert not both.open("b", 5, at_s=ABANDONED_S - 1)
     both.handler.sessions["a", 6].is_busy = True
-    assert both.open("b", 5, at_s=IDLE_S) and both.open("b", 6, at_s=IDLE_S) and both.held("a") == [6, 8]
-    (answer,) = both.tell("a", Verification(5, 1, 1, 1, (1,)), at_s=IDLE_S)
+    assert both.open("b", 5, at_s=ABANDONED_S) and both.open("b", 6, at_s=ABANDONED_S) and both.held("a") == [6, 8]
+    (answer,) = both.tell("a", Verification(5, 1, 1, 1, (1,)), at_s=ABANDONED_S)
     assert isinstance(answer, MissingTokens) and answer.unknown
-    assert both.open("a", 5, at_s=IDLE_S) and both.held("a") == [6, 5]
+    assert both.open("a", 5, at_s=ABANDONED_S) and both.held("a") == [6, 5]
 
 
 def test_a_stream_takes_no_more_than_its_share_while_another_asks() -> None:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from specdec.replica.handler import IDLE_S
+from specdec.replica.handler import ABANDONED_S
 from specdec.rpc.limits import REQUEST_FIELD_COUNT_MAX, STREAM_COUNT_MAX, STREAM_REQUEST_BYTES_MAX
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -330,7 +330,7 @@ def test_a_message_of_many_items_ends_its_stream(table_services: Services, servi
 @pytest.mark.more
 def test_streams_without_work_do_not_lock_a_coordinator_out(table_services: Services):
     """Claim: when all places for streams are taken, one that brings no work for a session of its own loses its place
-    after IDLE_S to the next coordinator, and is told so; a stream that had work does not. Source: 63 streams that
+    after ABANDONED_S to the next coordinator, and is told so; a stream that had work does not. Source: 63 streams that
     pinged kept every other coordinator out for ever. Conclusive: real sockets; no stream ends before the new one is
     accepted."""
     done = threading.Event()
@@ -358,7 +358,7 @@ def test_streams_without_work_do_not_lock_a_coordinator_out(table_services: Serv
             next(call)
         ends = [pool.submit(end_of, call) for call in calls]
         try:
-            time.sleep(IDLE_S)
+            time.sleep(ABANDONED_S)
             assert not any(end.done() for end in ends)
             others = [open_stream(pings(), timeout=60) for _ in range(2)]  # kept: one without a reference is cancelled
             for other in others:

@@ -18,7 +18,7 @@ session has no record of it; nothing is lost without its connection.
 
 Checks after every event (world.py, watched.py, ledger.py):
 
-- `Session.check`, `DraftTree.check`, `KVCache.check_integrity`; a cache holds exactly the evaluated path.
+- `Session.check`, `ReceivedTree.check`, `KVCache.check_integrity`; a cache holds exactly the evaluated path.
 - Text. GREEDY and COUPLED: the tokens of plain decoding without a draft, at the session and at the client, over every
   resume. REJECTION: the tokens that the round's content and the seed must give, computed independently; a round has one
   content and one answer, however often it is requested; no draw is used twice.

@@ -22,7 +22,7 @@ from specdec.protocol import offer as offer_module
 from specdec.protocol import rejection
 from specdec.protocol import session as session_module
 from specdec.protocol.events import NOTHING_READY, FromDraft, FromTarget, Ready, TargetLost
-from specdec.protocol.growth import Growth
+from specdec.protocol.growth import GrowingTree
 from specdec.protocol.items import UINT32_MAX, Close, DraftNode, Nodes
 from specdec.protocol.noise import Lane
 from specdec.protocol.proposers import NgramProposer, PredictionProposer
@@ -30,7 +30,7 @@ from specdec.protocol.report import Delta
 from specdec.protocol.session import Session
 from specdec.protocol.states import DraftEvent
 from specdec.protocol.suffix_store import SuffixProposer, SuffixStore
-from specdec.protocol.tree import DraftTree
+from specdec.protocol.tree import ReceivedTree
 from specdec.protocol.types import DraftProbs, TokenKind
 from specdec.replica.handler import ItemHandler
 from specdec.target_service import heads as heads_module
@@ -166,7 +166,7 @@ def attached(is_meant: Callable[..., bool]) -> Callable[[Callable], Callable]:
 def by_position(real: Callable) -> Callable:
     """Every known parent counts as the root."""
 
-    def mutant(self: DraftTree, *name: int) -> Any:
+    def mutant(self: ReceivedTree, *name: int) -> Any:
         parent, length = real(self, *name)
         return (None, len(self.committed)) if 0 < length <= len(self.committed) else (parent, length)
 
@@ -176,7 +176,7 @@ def by_position(real: Callable) -> Callable:
 def nothing_dies(real: Callable) -> Callable:
     """Nodes beside the committed path stay alive."""
 
-    def mutant(self: DraftTree, token_id: int) -> Any:
+    def mutant(self: ReceivedTree, token_id: int) -> Any:
         nodes = list(self.root.below())
         child = real(self, token_id)
         for node in nodes:
@@ -190,7 +190,7 @@ def root_stays(is_meant: Callable[[bool], bool]) -> Callable[[Callable], Callabl
     """The root stays where it was."""
 
     def made(real: Callable) -> Callable:
-        def mutant(self: DraftTree, token_ids: Any) -> bool:
+        def mutant(self: ReceivedTree, token_ids: Any) -> bool:
             root, inside = self.root, real(self, token_ids)
             if is_meant(inside):
                 self.root = root
@@ -313,7 +313,7 @@ def without_parents(real: Callable) -> Callable:
 def likeliest_offered(real: Callable) -> Callable:
     """The likeliest child is offered with the draft distribution of another."""
 
-    def mutant(self: Growth, node: Any, names: Any, guesses: Any, row: Any, *cell: int) -> list[DraftNode]:
+    def mutant(self: GrowingTree, node: Any, names: Any, guesses: Any, row: Any, *cell: int) -> list[DraftNode]:
         sent = real(self, node, names, guesses, row, *cell)
         return [sent[0]._replace(token_id=max(guesses, key=lambda guess: guess[1])[0]), *sent[1:]]
 
@@ -568,15 +568,15 @@ ROUNDS = (
 )
 
 TREE = (
-    Bug("a second proposal child replaces the first", DraftTree, "_attach", attached(lambda node: node.proposal)),
-    Bug("a branch child is offered", DraftTree, "_attach", attached(lambda node: not node.proposal)),
-    Bug("a late node is filed by position, not by path", DraftTree, "_parent", by_position),
-    Bug("dead nodes stay usable", DraftTree, "_descend", nothing_dies),
-    Bug("a commit does not re-root", DraftTree, "commit", root_stays(lambda inside: True)),
-    Bug("a commit outside the tree keeps it", DraftTree, "commit", root_stays(lambda inside: not inside)),
+    Bug("a second proposal child replaces the first", ReceivedTree, "_attach", attached(lambda node: node.proposal)),
+    Bug("a branch child is offered", ReceivedTree, "_attach", attached(lambda node: not node.proposal)),
+    Bug("a late node is filed by position, not by path", ReceivedTree, "_parent", by_position),
+    Bug("dead nodes stay usable", ReceivedTree, "_descend", nothing_dies),
+    Bug("a commit does not re-root", ReceivedTree, "commit", root_stays(lambda inside: True)),
+    Bug("a commit outside the tree keeps it", ReceivedTree, "commit", root_stays(lambda inside: not inside)),
     Bug(
         "late nodes are not used",
-        DraftTree,
+        ReceivedTree,
         "add",
         lambda real: (
             lambda self, epoch, root_length, node: (
@@ -584,7 +584,7 @@ TREE = (
             )
         ),
     ),
-    Bug("a draft that comes back finds its old tree", DraftTree, "clear", instead(lambda self: None)),
+    Bug("a draft that comes back finds its old tree", ReceivedTree, "clear", instead(lambda self: None)),
     Bug(
         "a draft that comes back finds its old incarnation",
         Session,
@@ -608,8 +608,8 @@ TREE = (
 )
 
 DRAFT = (
-    Bug("a restart keeps its epoch", Growth, "restart", after(lambda growth: setattr(growth, "epoch", 1))),
-    Bug("the likeliest child is offered, not the drawn one", Growth, "evaluated", likeliest_offered),
+    Bug("a restart keeps its epoch", GrowingTree, "restart", after(lambda growth: setattr(growth, "epoch", 1))),
+    Bug("the likeliest child is offered, not the drawn one", GrowingTree, "evaluated", likeliest_offered),
     Bug("an unlikely drawn child is not sent", Drafter, "_send", unlikely_unsent),
     Bug(
         "all nodes of an epoch share a draw",
@@ -619,7 +619,7 @@ DRAFT = (
     ),
     Bug(
         "the window is ignored",
-        Growth,
+        GrowingTree,
         "take",
         lambda real: lambda self, count, reach, is_chain: real(self, count, reach + 1, is_chain),
     ),

@@ -30,8 +30,8 @@ from specdec.protocol.proposers import LocalProposer, NgramProposer, PredictionP
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculativePolicy
 from specdec.protocol.session import Session
-from specdec.protocol.shape import path_count_max
 from specdec.protocol.suffix_store import STORED_TOKEN_BYTES, SuffixProposer, SuffixStore
+from specdec.protocol.tree_shape import path_count_max
 from specdec.protocol.types import CacheSize, FinishReason, Proposer, ResolvedSamplingParams, Rule
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.model import VOCABULARY_SIZE

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from specdec.engine.parallel.group import Bounds, Ending
-from specdec.engine.parallel.place import RankPlace, listen
 from specdec.engine.parallel.rank import ModelSource, load_leader, run_follower
+from specdec.engine.parallel.rank_config import RankPlace, listen
 from specdec.engine.parallel.share import LeaderModel
 
 HOST = "127.0.0.1"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specdec.protocol.session import Session
-from specdec.protocol.shape import check_shape
 from specdec.protocol.states import DraftState
+from specdec.protocol.tree_shape import check_shape
 from specdec.protocol.types import Rule
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.protocol.tree import DraftTree
+from specdec.protocol.tree import ReceivedTree
 
 
-class OwnTree(DraftTree):
+class OwnTree(ReceivedTree):
     """Owns its committed tokens, which `commit` appends."""
 
     def __init__(self, committed: Sequence[int]) -> None:

@@ -240,7 +240,7 @@ def test_a_new_session_is_refused_while_it_does_not_fit_or_others_wait(folder: P
 
 
 def test_sessions_left_alone_give_their_blocks_to_others(folder: Path, clock: Clock) -> None:
-    """Claim: sessions without work keep the cache from a new session and from a younger one for LEFT_S only; asked
+    """Claim: sessions without work keep the cache from a new session and from a younger one for ABANDONED_S only; asked
     again they go on, and all texts are those of a cache for all.
 
     Source: one stream must not take more than its share while others ask. Conclusive: the same requests are refused,
@@ -252,7 +252,7 @@ def test_sessions_left_alone_give_their_blocks_to_others(folder: Path, clock: Cl
     target.run(1, 2, until=lambda: target.engine.cache.free_block_count == 0)
     for _ in range(20):
         target.turn()  # the answers under way; 1 and 2 ask for nothing more
-    clock.now_s += admission.LEFT_S - 0.1
+    clock.now_s += admission.ABANDONED_S - 0.1
     target.open(4, prompt_of(4, 30))
     assert target.failures.pop(4).reason == "CACHE_EXHAUSTED"
     reached = len(target.tokens[3])
@@ -281,7 +281,7 @@ def test_a_session_that_could_never_fit_is_refused_when_it_is_opened(folder: Pat
 
 def test_a_reopened_session_runs_before_it_is_preempted(folder: Path, clock: Clock) -> None:
     """Claim: a reopened session is not preempted before the end of its run, though an older one waits for blocks
-    meanwhile and keeps its own; a session without a request loses that right after IDLE_S.
+    meanwhile and keeps its own; a session without a request loses that right after TURNAROUND_S.
 
     Requirement: a "re-opened session runs a while" before the next preemption. Conclusive: the older session needs a
     block when the run of the younger begins; both the start and the end of the protection are checked.
@@ -298,8 +298,8 @@ def test_a_reopened_session_runs_before_it_is_preempted(folder: Path, clock: Clo
     target.ask(1)  # the fourth block: none is free, the younger is at the start of its run
     target.turn()
     assert older in target.admission.waiting and target.has_blocks(1) and target.has_blocks(2)
-    assert target.verifier.next_step().wake_s == admission.IDLE_S
-    while younger.table.length < younger.run_end:
+    assert target.verifier.next_step().wake_s == admission.TURNAROUND_S
+    while younger.table.length < younger.guaranteed_length:
         target.ask(2)
         target.turn()
         assert target.has_blocks(2) == (younger.table.length > 0)
@@ -315,7 +315,7 @@ def test_a_reopened_session_runs_before_it_is_preempted(folder: Path, clock: Clo
     idle.ask(1)
     idle.turn()
     assert idle.has_blocks(2)
-    clock.now_s += admission.IDLE_S
+    clock.now_s += admission.TURNAROUND_S
     idle.turn()
     assert not idle.has_blocks(2) and len(idle.tokens[1]) == 26, "it had no request"
 

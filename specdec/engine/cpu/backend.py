@@ -31,7 +31,7 @@ from specdec.engine.rotary_attention import table_angles
 
 @dataclass(frozen=True, slots=True)
 class KernelAttention:
-    """The attention of one step on the kernels: see `AttentionPlan`."""
+    """The attention of one step on the kernels: see `AttentionMetadata`."""
 
     kernels: Kernels
     caches: list[LayerCache]

@@ -160,7 +160,7 @@ class Probe:
         return hidden
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, rule: ScoreRule) -> Tensor:
-        """See `AttentionPlan`."""
+        """See `AttentionMetadata`."""
         if layer != len(self.rules):
             raise UnknownPart("its layers do not attend once each, in order")
         self.rules.append(rule)

@@ -2,8 +2,8 @@
 
 `block tables` and `gathered` run `torch.nn.attention.varlen.varlen_attn`, the first on the pages in place (torch from
 2.13 on), the second on a packed copy of the keys. `plain` uses matrix products only; it computes float32, capped scores
-and sizes the kernel does not support, and is the reference for the other ways (`choose_way`). Results of padding rows
-have no meaning.
+and sizes the kernel does not support, and is the reference for the other ways (`select_backend`). Results of padding
+rows have no meaning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.engine.cuda.storage import DeviceStorage
 TABLE_BLOCK_MULTIPLE = 256  # the kernel behind varlen_attn reads pages of a multiple of this many positions only
 
 
-class Way(Protocol):
+class AttentionBackend(Protocol):
     """One way to attend: `prepare` once a step, `attend` once a layer with the prepared value."""
 
     name: str
@@ -212,7 +212,7 @@ def attend_rectangle(
     prepared: DenseIndices,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """Attends over the rectangle of `prepared`, in the type of the queries; see `Way.attend`."""
+    """Attends over the rectangle of `prepared`, in the type of the queries; see `AttentionBackend.attend`."""
     shape = step.shape
     head_count, size = queries.shape[1:]
     count, rows = shape.sequence_count, shape.query_max
@@ -254,15 +254,15 @@ TREES = Trees()
 
 
 @dataclass(slots=True)
-class DevicePlan:
+class DeviceMetadata:
     """The attention plan of one step, the same for every layer; each way is prepared at its first use.
 
-    Used in place of an `AttentionPlan`.
+    Used in place of an `AttentionMetadata`.
     """
 
     storage: DeviceStorage
     step: StepTensors
-    way: Way
+    way: AttentionBackend
     _prepared: dict[str, Any] = field(default_factory=dict)
 
     def attend(

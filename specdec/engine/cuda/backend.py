@@ -18,13 +18,13 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.attention import AttentionShape
 from specdec.engine.backend import Compute, StepInput, StepResult, chunk_flags, finite_rows
-from specdec.engine.cuda.attention import DENSE, TREES, BlockTables, DevicePlan, Way
+from specdec.engine.cuda.attention import DENSE, TREES, AttentionBackend, BlockTables, DeviceMetadata
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
-from specdec.engine.cuda.margins import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
+from specdec.engine.cuda.near_ties import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
+from specdec.engine.cuda.select import select_backend
 from specdec.engine.cuda.storage import DeviceStorage
-from specdec.engine.cuda.ways import choose_way
 from specdec.engine.interface import RaggedBatch, StepOutput
 
 logger = logging.getLogger("specdec.engine")
@@ -85,7 +85,7 @@ class DeviceBackend:
     ):
         self.device = device
         self._has_trees = has_trees
-        self.way: Way = DENSE
+        self.way: AttentionBackend = DENSE
         self._dtype = dtype
         self._positions_max = positions_max
         self.with_graphs = with_graphs
@@ -120,7 +120,7 @@ class DeviceBackend:
             shape.layer_count, block_count, block_size, shape.kv_head_count, shape.head_size, self._dtype, self.device
         )
         with self._current():
-            self.way = TREES if self._has_trees else choose_way(shape, block_size, self._dtype, self.device)
+            self.way = TREES if self._has_trees else select_backend(shape, block_size, self._dtype, self.device)
         # No sequence of this cache is longer than this.
         key_max = min(self._positions_max, (block_count - 1) * block_size)
         self._key_max = key_max
@@ -238,7 +238,7 @@ class DeviceBackend:
 
     def _input(self, step: StepTensors) -> StepInput:
         assert self._storage is not None
-        plan = DevicePlan(self._storage, step, self.way)
+        plan = DeviceMetadata(self._storage, step, self.way)
         return StepInput(step.input_ids[None], step.positions[None], step.logit_rows, plan)
 
     def _current(self) -> AbstractContextManager[object]:

@@ -19,7 +19,7 @@ from typing import Self
 
 import torch.distributed
 
-from specdec.engine.parallel.place import KINDS, Connections, RankPlace, listen
+from specdec.engine.parallel.rank_config import KINDS, Connections, RankPlace, listen
 from specdec.errors import ConfigError
 
 JOIN_TIMEOUT_S = 600.0  # machines of one group may start minutes apart

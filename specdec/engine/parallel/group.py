@@ -33,7 +33,7 @@ from specdec.engine.parallel.exchange import (
     open_gloo,
     open_nccl,
 )
-from specdec.engine.parallel.place import RankPlace, listen
+from specdec.engine.parallel.rank_config import RankPlace, listen
 from specdec.engine.parallel.watch import OnLost, Watch
 from specdec.errors import ConfigError, Mismatch
 

@@ -21,7 +21,7 @@ import transformers
 from specdec.engine.loading.config_check import TABLE_MODEL_TYPE
 from specdec.engine.loading.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
-from specdec.engine.parallel.place import RankPlace
+from specdec.engine.parallel.rank_config import RankPlace
 from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_output, load_share
 from specdec.engine.parallel.watch import Loss, last_words
 from specdec.engine.transformers_model import numerics_of

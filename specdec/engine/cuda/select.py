@@ -17,10 +17,10 @@ from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.cuda.attention import (
     DENSE,
     TABLE_BLOCK_MULTIPLE,
+    AttentionBackend,
     BlockTables,
-    DevicePlan,
+    DeviceMetadata,
     Gathered,
-    Way,
     varlen_parameters,
 )
 from specdec.engine.cuda.plan import StepBuffer, exact_shape
@@ -50,14 +50,16 @@ class Probe:
     device: torch.device
 
 
-def choose_way(shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device) -> Way:
+def select_backend(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
     """Returns the fastest way that agrees with `Dense` on the device."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return DENSE
     return first_that_agrees(make_probe(shape, block_size, dtype, device), candidates(block_size))
 
 
-def first_that_agrees(probe: Probe, ways: Sequence[Way]) -> Way:
+def first_that_agrees(probe: Probe, ways: Sequence[AttentionBackend]) -> AttentionBackend:
     """Returns the first way that runs and agrees with `Dense`, or `Dense`."""
     for way in ways:
         try:
@@ -71,10 +73,10 @@ def first_that_agrees(probe: Probe, ways: Sequence[Way]) -> Way:
     return DENSE
 
 
-def candidates(block_size: int) -> Sequence[Way]:
+def candidates(block_size: int) -> Sequence[AttentionBackend]:
     """Returns the ways of this torch, best first."""
     parameters = varlen_parameters()
-    ways: list[Way] = []
+    ways: list[AttentionBackend] = []
     if {"block_table", "seqused_k", "num_splits"} <= parameters and block_size % TABLE_BLOCK_MULTIPLE == 0:
         ways.append(BlockTables())
     if {"scale", "window_size"} <= parameters:
@@ -94,7 +96,7 @@ def make_probe(shape: AttentionShape, block_size: int, dtype: torch.dtype, devic
 
 
 @torch.inference_mode()
-def largest_difference(probe: Probe, way: Way) -> float:
+def largest_difference(probe: Probe, way: AttentionBackend) -> float:
     """Returns a way's largest difference from `Dense` over the tried steps and the model's windows; NaN is infinity."""
     worst = 0.0
     windows = {rule.window for rule in probe.shape.rules} | {None}
@@ -112,7 +114,7 @@ def largest_difference(probe: Probe, way: Way) -> float:
         counts = [probe.shape.head_count, probe.shape.kv_head_count, probe.shape.kv_head_count]
         queries, keys, values = rows.split(counts, dim=1)
         for rule in rules:
-            plans = [DevicePlan(probe.storage, step, each) for each in (way, DENSE)]
+            plans = [DeviceMetadata(probe.storage, step, each) for each in (way, DENSE)]
             ours, plain = (plan.attend(queries, keys, values, 0, rule).float() for plan in plans)
             difference = float((ours - plain).abs().max())
             worst = max(worst, difference) if difference == difference else float("inf")

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from specdec.decoding.host_copy import is_far, sent
+from specdec.decoding.host_copy import is_device, sent
 from specdec.protocol.types import ResolvedSamplingParams
 
 SPARSE_SHARE = 8  # a CPU edits the columns of less than one token in eight; of more, all columns, which is faster
@@ -79,7 +79,7 @@ class TokenCounts:
 
     def _counted(self, place: int, width: int, device: torch.device) -> Counted:
         own = self._times[place, :width]
-        if is_far(device):
+        if is_device(device):
             return Counted(slice(0, len(own)), self._sent(device)[place, :width])
         if SPARSE_SHARE * numpy.count_nonzero(own) >= len(own):
             return Counted(slice(0, len(own)), torch.from_numpy(own))

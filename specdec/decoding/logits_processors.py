@@ -17,8 +17,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from specdec.decoding.host_copy import is_far, sent
-from specdec.decoding.paths import Counted, TokenCounts, TokenPath
+from specdec.decoding.host_copy import is_device, sent
+from specdec.decoding.token_path import Counted, TokenCounts, TokenPath
 from specdec.protocol.types import ResolvedSamplingParams
 
 Edit: TypeAlias = Callable[[Tensor, ResolvedSamplingParams, Tensor], Tensor]
@@ -183,7 +183,7 @@ def edit_columns(values: Tensor, edit: Edit, params: ResolvedSamplingParams, cou
     if isinstance(columns, Tensor):
         values[:, columns] = edit(values[:, columns], params, times)
     else:
-        size = values.shape[1] if is_far(values.device) else max(1, PENALISED_AT_ONCE // len(values))
+        size = values.shape[1] if is_device(values.device) else max(1, PENALISED_AT_ONCE // len(values))
         for start in range(0, len(times), size):
             part = slice(start, min(start + size, len(times)))
             values[:, part] = edit(values[:, part], params, times[part])
