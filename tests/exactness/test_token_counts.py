@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding import paths as paths_module
+from specdec.decoding import token_path as paths_module
 from specdec.decoding.logits_processors import edited_logits
 from specdec.decoding.proposal import ProposalRequest, edited_rows
 from specdec.decoding.token_path import TokenPath
