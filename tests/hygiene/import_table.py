@@ -12,7 +12,18 @@ MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 NETWORK_LIBRARIES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
 CLOCKS_AND_CHANCE = ("asyncio", "threading", "time", "datetime", "random", "secrets", "uuid", "os", "socket")
 # Plain values and pure functions of the protocol, which every package may use; tree, session and policy are machines.
-VALUE_MODULES = ("types", "items", "request", "records", "report", "limits", "noise", "fingerprint", "tree_shape", "heads")
+VALUE_MODULES = (
+    "types",
+    "items",
+    "request",
+    "records",
+    "report",
+    "limits",
+    "noise",
+    "fingerprint",
+    "tree_shape",
+    "heads",
+)
 VALUES = tuple(f"specdec.protocol.{name}" for name in VALUE_MODULES)
 
 
