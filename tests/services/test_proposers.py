@@ -218,7 +218,11 @@ def test_heads_change_nothing_and_are_counted(pair: Services) -> None:
             off = plain(client, "import os", **asked)
             both = [
                 client.generate(
-                    "import os", max_tokens=LENGTH, ignore_eos=True, speculative={"proposers": proposers}, **asked
+                    "import os",
+                    max_tokens=LENGTH,
+                    ignore_eos=True,
+                    speculative=fixed(7, proposers=proposers),  # whatever the machine is busy with
+                    **asked,
                 )
                 for proposers in (["PROPOSER_HEADS"], ["PROPOSER_NGRAM"])
             ]
