@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -58,7 +59,7 @@ def check_node_count(count: int) -> None:
         raise InvalidRequest("nodes", count, f"at most {NODES_PER_MESSAGE_MAX} in one message")
 
 
-class Peer:
+class Peer(ABC):
     """One replica and its link, which connects by itself. `fingerprint`: of the tokenizer that it must have; `tables`:
     what plans brought with it, by rule, cap and kinds of proposers."""
 
@@ -143,9 +144,9 @@ class Peer:
         self._on_found(self.description)
         self._changed()
 
+    @abstractmethod
     def _on_found(self, description: Description) -> None:
         """The peer is connected: what it measured at its start counts until more is measured."""
-        raise NotImplementedError
 
     async def _ask(self) -> Description:
         method, request = f"/{self.service}/Describe", types_pb.DescribeRequest()
@@ -188,9 +189,9 @@ class Peer:
             elif is_farewell(item):
                 self._on_stopping()
 
+    @abstractmethod
     def _event_of(self, item: Any) -> Event:
         """Returns what an answer is to its session."""
-        raise NotImplementedError
 
     def _on_stopping(self) -> None:
         """The peer accepts no more sessions; those it has continue until it ends the link."""
