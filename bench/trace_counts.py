@@ -105,7 +105,7 @@ def rounds_s(trace: RequestStatistics) -> float:
     for index in range(TOLD_ROUND_COUNT - 1):
         now_s = time.monotonic()
         answer = VerificationResult(1, 1, index, SamplerOutput((3,)), 10, 100, 10, server_us=150)
-        times = RoundTimes(now_s, now_s)
+        times = RoundTimes(now_s, now_s, sent_s=now_s)
         step(trace, session, Concluded(Verdict((), 3, TokenKind.BONUS), answer, (3,), False, times))
     return time.process_time() - began_s
 
@@ -113,7 +113,7 @@ def rounds_s(trace: RequestStatistics) -> float:
 def step(trace: RequestStatistics, session: Session, event: Event) -> None:
     """A step of a session as a generation takes it, with its reports, but nothing is sent."""
     ready = session.step(event)
-    trace.on_step(session, event, ready, time.monotonic())
+    trace.on_step(event, ready, time.monotonic())
     for item in ready.to_target:
         trace.context_of(item)
 
@@ -140,7 +140,7 @@ def counting_us() -> dict[str, float]:
         own.closed()
 
     counted: dict[str, Callable[[], object]] = {
-        "round": lambda: running.on_step(nothing, concluded, ready, 0.0),
+        "round": lambda: running.on_step(concluded, ready, 0.0),
         "statistics": lambda: statistics.on_round(record),
         "request": one_request,
         "step": lambda: replica.stepped(8, 4, 0.02),

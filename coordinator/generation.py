@@ -156,7 +156,8 @@ class Generation:
             raise ReplicaUnavailable(f"the target sent a malformed answer; {self._how_to_resume()}") from None
         tokens = (*map(flying.draft_token_ids.__getitem__, verdict.accepted), verdict.next_token_id)
         appended = self._output.append(tokens)
-        times = RoundTimes(self._verdict_s, time.monotonic(), self._waited_s, answered_s - self._sent_s)
+        sent_s = self._sent_s
+        times = RoundTimes(self._verdict_s, time.monotonic(), self._waited_s, answered_s - sent_s, sent_s)
         self._verdict_s, self._waited_s, self._sent_s = times.end_s, 0.0, 0.0
         kept, ends = tokens[: appended.kept_count], appended.ending is not None
         return events.Concluded(verdict, answer, kept, ends, times), appended
@@ -182,7 +183,7 @@ class Generation:
         now_s = time.monotonic()
         if ready.to_target and ready.to_target[-1] is session.in_flight:
             self._on_sent(now_s)
-        self._request.on_step(session, event, ready, now_s)
+        self._request.on_step(event, ready, now_s)
         if draft is not None:
             for item in ready.to_draft:
                 statistics.draft_link_bytes += draft.send(self._in_context(item))

@@ -15,7 +15,6 @@ from specdec.protocol.events import Event, FromDraft, Ready, WaitExpired
 from specdec.protocol.items import NO_TRACE, DraftItem, Failure, Nodes, Open, TargetItem, Trace
 from specdec.protocol.report import Finished, Started, Statistics
 from specdec.protocol.request import GenerationRequest
-from specdec.protocol.session import Session
 from specdec.protocol.types import FinishReason
 from specdec.rpc.status import REASONS
 from specdec.telemetry.metrics import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
@@ -88,7 +87,7 @@ class RequestStatistics:
         self.statistics.prompt_tokens = started.prompt_length
         self._metrics.enter(self)
 
-    def on_step(self, session: Session, event: Event, ready: Ready, now_s: float) -> None:
+    def on_step(self, event: Event, ready: Ready, now_s: float) -> None:
         """The session has taken an event, and what it is ready with is about to be sent."""
         if isinstance(event, FromDraft) and isinstance(event.item, Nodes):
             self.statistics.on_nodes(event.item)

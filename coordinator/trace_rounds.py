@@ -3,25 +3,31 @@
 A detailed round is up to seven spans in two services, and the draft steps before it one each: the prefill, then the
 first round of some groups. All others are events of their group and, summed, one span for each part of their time
 (`sums`), laid end to end behind the detailed round: the spans of a group cover its time once, so views that add up
-spans give the shares of the statistics. Records are kept, and become events only when the span is sent, by the thread
-that sends it.
+spans give the shares of the statistics. Spans are a function of records and notes alone. Records become events only
+when the span is sent, by the thread that sends it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from specdec.protocol.items import Nodes
 from specdec.protocol.records import RoundRecord
-from specdec.protocol.session import Session
-from specdec.protocol.tree import TreeNode
 from specdec.protocol.types import Proposer, TokenKind
 from specdec.rpc.stamps import Stamps
-from specdec.telemetry.spans import AttributeValue, SpanEvent, SpanLink, draft_span_id, drawn_span_id
+from specdec.telemetry.spans import (
+    AttributeValue,
+    Span,
+    SpanEvent,
+    SpanKind,
+    SpanLink,
+    derived_span_id,
+    draft_span_id,
+    drawn_span_id,
+)
 
 GROUP_ROUND_COUNT = 32
 SHORT_GROUP_COUNT = 10  # the groups after these have twice the rounds
@@ -35,12 +41,13 @@ SLOW_FACTOR = 3.0  # times the group's mean, above which its slowest round has a
 SUM_SHARE_MIN = 0.001  # of the summed rounds: smaller parts have no span
 ARRIVAL_COUNT_MAX = 16  # events of draft tokens in one group; a draft decides how many it marks
 NOTE_COUNT_MAX = 64  # of one group: of an unstable link the first changes are recorded
-MESSAGE_COUNT_MAX = 32  # messages whose tokens a round may still offer
 DRAFT_ARRIVED = "draft tokens arrived"
 KEPT_ROUND_COUNT = 4096  # of the choices by round index, which every request asks for again
 PARTS = ("wait", "network", "queue", "forward", "sampling", "rule")
 TARGET_PARTS = ("queue", "forward", "sampling")
 Parts: TypeAlias = tuple[float, ...]  # seconds, by PARTS
+NO_PARTS: Parts = (0.0,) * len(PARTS)
+Attributes: TypeAlias = dict[str, AttributeValue]
 
 
 def round_group_of(round_index: int) -> int:
@@ -91,35 +98,39 @@ def branch_of(record: RoundRecord) -> str:
     return "hit" if record.tree.was_found else "missed"
 
 
-def milliseconds(parts: Parts) -> dict[str, AttributeValue]:
+def total(parts: Iterable[Parts]) -> Parts:
+    """Returns the sums of times by PARTS."""
+    return tuple(map(sum, zip(NO_PARTS, *parts)))
+
+
+def milliseconds(parts: Parts) -> Attributes:
     """Returns times by PARTS as attributes in milliseconds."""
     return {f"specdec.{name}_ms": round(1000 * value, 4) for name, value in zip(PARTS, parts)}
 
 
-def proposed(*records: RoundRecord) -> str:
-    """Returns the accepted and offered tokens of rounds by proposer, in words; "" if only the draft model proposed."""
+def proposed(*records: RoundRecord) -> Attributes:
+    """Returns the accepted and offered tokens of rounds by proposer, in words; nothing if only the draft model
+    proposed."""
     offered = [proposer for record in records for proposer in record.tokens.proposers]
     if offered.count(Proposer.DRAFT) == len(offered):
-        return ""
+        return {}
     accepted = [proposer for record in records for proposer in record.tokens.accepted_proposers]
-    return ", ".join(f"{own.name.lower()} {accepted.count(own)}/{offered.count(own)}" for own in sorted(set(offered)))
+    counts = (f"{own.name.lower()} {accepted.count(own)}/{offered.count(own)}" for own in sorted(set(offered)))
+    return {"specdec.proposed": ", ".join(counts)}
 
 
-def round_attributes(record: RoundRecord) -> dict[str, AttributeValue]:
+def round_attributes(record: RoundRecord) -> Attributes:
     """Returns the attributes of a round's event, and of its span if it has one, without the parts of its time."""
-    attributes: dict[str, AttributeValue] = {
+    branch, discarded_count = branch_of(record), record.tree.discarded_count
+    return {
         "specdec.round": record.round_index,
         "specdec.offered": record.tokens.offered_count,
         "specdec.accepted": record.tokens.accepted_count,
         "specdec.next": record.tokens.next_kind.name.lower(),
+        **({"specdec.discarded": discarded_count} if discarded_count else {}),
+        **proposed(record),
+        **({"specdec.branch": branch} if branch else {}),
     }
-    if record.tree.discarded_count:
-        attributes["specdec.discarded"] = record.tree.discarded_count
-    if sources := proposed(record):
-        attributes["specdec.proposed"] = sources
-    if branch := branch_of(record):
-        attributes["specdec.branch"] = branch
-    return attributes
 
 
 def round_event(record: RoundRecord, parts: Parts) -> SpanEvent:
@@ -129,17 +140,13 @@ def round_event(record: RoundRecord, parts: Parts) -> SpanEvent:
     return SpanEvent("round", record.times.end_s, {**round_attributes(record), "specdec.parts_ms": in_words})
 
 
-def link_attributes(stamps: Stamps) -> dict[str, AttributeValue]:
+def link_attributes(stamps: Stamps) -> Attributes:
     """Returns the attributes from a link's stamps: network time of its last exchange, and the clock offset."""
-    attributes: dict[str, AttributeValue] = {}
-    if stamps.network_s is not None:
-        attributes["specdec.network_ms"] = round(1000 * stamps.network_s, 4)
-    if (offset_s := stamps.clock_offset_s) is not None:
-        attributes["specdec.clock_offset_ms"] = round(1000 * offset_s, 4)
-    return attributes
+    times_s = {"network": stamps.network_s, "clock_offset": stamps.clock_offset_s}
+    return {f"specdec.{name}_ms": round(1000 * time_s, 4) for name, time_s in times_s.items() if time_s is not None}
 
 
-def hop_attributes(record: RoundRecord, stamps: Stamps) -> dict[str, AttributeValue]:
+def hop_attributes(record: RoundRecord, stamps: Stamps) -> Attributes:
     """Returns the hop of one verification, in milliseconds: the round trip is the time at the target, the network time
     by the messages' stamps, and the rest, the handling of the messages by both processes."""
     away_s = parts_of(record)[1]
@@ -166,168 +173,197 @@ def wasted_events(record: RoundRecord) -> tuple[SpanEvent, ...]:
     return tuple(events)
 
 
-@dataclass(slots=True, eq=False)
-class RoundGroup:
-    """The prefill or one round group in progress. Read as events once it is over."""
-
-    name: str
-    start_s: float
-    span_id: bytes = field(default_factory=drawn_span_id)
-    draft_message_count: int = 0
-    arrival_count: int = 0
-    drafting_us: int = 0  # of the draft's steps, by the draft; those with spans of their own among them
-    detailed_drafting_us: int = 0
-    drafting_s: float = 0.0  # of the steps without spans, once it ended
-    records: list[RoundRecord] = field(default_factory=list)
-    _parts: list[Parts] = field(default_factory=list)  # of each record
-    _notes: list[SpanEvent] = field(default_factory=list)
-    _note_count: int = 0
-
-    def full_name(self) -> str:
-        """The name of its span. A round group says whether it speculated: plain without any draft token, mixed where
-        the policy was off for a part."""
-        if self.name != ROUND_GROUP or not self.records:
-            return self.name
-        if not any(record.tokens.offered_count for record in self.records):
-            return f"{self.name}, plain"
-        return f"{self.name}, {'speculative' if all(record.is_speculating for record in self.records) else 'mixed'}"
-
-    def add(self, record: RoundRecord) -> None:
-        """Adds a round that ended."""
-        self.records.append(record)
-        self._parts.append(parts_of(record))
-
-    def note(self, event: SpanEvent) -> None:
-        """Records an event outside the rounds; beyond NOTE_COUNT_MAX only counted."""
-        self._note_count += 1
-        if len(self._notes) < NOTE_COUNT_MAX:
-            self._notes.append(event)
-
-    def end_drafting(self, most_s: float) -> float:
-        """Returns the time of the draft's steps, at most `most_s`, whatever the draft says."""
-        total_s = min(self.drafting_us / 1e6, most_s)
-        self.drafting_s = max(0.0, total_s - self.detailed_drafting_us / 1e6)
-        return total_s
-
-    def note_slow_round(self) -> bool:
-        """Records an event for the slowest round if it took more than SLOW_FACTOR times the mean of all, with the
-        largest part of its time; returns whether it did."""
-        slowest = max(self.records, key=lambda record: record.times.round_s, default=None)
-        mean_s = sum(record.times.round_s for record in self.records) / max(1, len(self.records))
-        if slowest is None or slowest.times.round_s <= SLOW_FACTOR * mean_s:
-            return False
-        part_s, part = max(zip(parts_of(slowest), PARTS))
-        said: dict[str, AttributeValue] = {
-            "specdec.round": slowest.round_index,
-            "specdec.round_ms": round(1000 * slowest.times.round_s, 1),
-            "specdec.mean_ms": round(1000 * mean_s, 1),
-            "specdec.part": part,
-            "specdec.part_ms": round(1000 * part_s, 1),
-        }
-        self.note(SpanEvent("slow round", slowest.times.end_s, said))
-        return True
-
-    def sums(self) -> Iterator[tuple[str, float, float, int]]:
-        """Yields the summed parts of the rounds without spans of their own: name, start, end, number of rounds.
-
-        The parts of the rounds lie end to end from the end of the detailed round, in the order of PARTS; the draft's
-        steps run beside them, from the same start, and may end after the group: some began in the one before.
-        """
-        summed = [pair for pair in zip(self.records, self._parts) if not is_round_detailed(pair[0].round_index)]
-        start_s = summed[0][0].times.start_s if summed else self.start_s
-        if self.drafting_s:
-            yield "draft", start_s, start_s + self.drafting_s, len(self.records)
-        spent = list(zip(PARTS, map(sum, zip(*(parts for _, parts in summed)))))
-        for part, part_s in spent:
-            if part_s > SUM_SHARE_MIN * sum(each_s for _, each_s in spent):
-                yield part, start_s, start_s + part_s, len(summed)
-                start_s += part_s
-
-    def __iter__(self) -> Iterator[SpanEvent]:
-        """Yields its events in order of time: one per round, at the verdict, and the notes."""
-        return iter(
-            sorted([*map(round_event, self.records, self._parts), *self._notes], key=lambda event: event.time_s)
-        )
-
-    def parts(self) -> Parts:
-        """Returns the sums of the rounds' times."""
-        return tuple(map(sum, zip(*self._parts))) if self._parts else (0.0,) * len(PARTS)
-
-    def attributes(self) -> dict[str, AttributeValue]:
-        """Returns the totals over its rounds as attributes."""
-        branches = list(map(branch_of, self.records))
-        accepted_count = sum(record.tokens.accepted_count for record in self.records)
-        attributes: dict[str, AttributeValue] = {
-            "specdec.rounds": len(self.records),
-            "specdec.offered": sum(record.tokens.offered_count for record in self.records),
-            "specdec.accepted": accepted_count,
-            "specdec.tokens": accepted_count + len(self.records),
-            "specdec.discarded": sum(record.tree.discarded_count for record in self.records),
-            "specdec.branches_hit": branches.count("hit"),
-            "specdec.branches_missed": branches.count("missed"),
-            "specdec.draft_messages": self.draft_message_count,
-            **milliseconds(self.parts()),
-        }
-        if sources := proposed(*self.records):
-            attributes["specdec.proposed"] = sources
-        if self.records:
-            attributes["specdec.first_round"] = self.records[0].round_index
-        if self._note_count > len(self._notes):
-            attributes["specdec.events_dropped"] = self._note_count - len(self._notes)
-        return attributes
-
-
 class DraftMessage(NamedTuple):
-    """One message in detail: its span, its arrival time, and the tree nodes of its tokens."""
+    """A message of the draft in detail: its span, its arrival, the names of its tokens, and the time of its step."""
 
     span_id: bytes
     arrived_s: float
-    nodes: tuple[TreeNode, ...]
+    names: frozenset[tuple[int, int]]
+    step_us: int
+
+    @classmethod
+    def of(cls, nodes: Nodes, root_id: bytes, arrived_s: float) -> DraftMessage:
+        """Returns the message with these nodes."""
+        names = frozenset((nodes.epoch, node.node_id) for node in nodes.nodes)
+        return cls(draft_span_id(root_id, nodes), arrived_s, names, nodes.step_us)
 
 
-class DraftMessages:
-    """The detailed messages of one generation, and those whose tokens the round in flight offers."""
+def arrival_event(nodes: Nodes, late_count: int, stamps: Stamps, arrived_s: float) -> SpanEvent:
+    """Returns the event of a message in detail."""
+    attributes: Attributes = {
+        "specdec.draft_tokens": len(nodes.nodes),
+        "specdec.branch_tokens": sum(not node.proposal for node in nodes.nodes),
+        "specdec.tokens_too_late": late_count,
+        "specdec.step_rows": nodes.step_rows,
+        "specdec.step_ms": nodes.step_us / 1000,
+        **link_attributes(stamps),
+    }
+    return SpanEvent(DRAFT_ARRIVED, arrived_s, attributes)
 
-    def __init__(self) -> None:
-        self._recent: deque[DraftMessage] = deque(maxlen=MESSAGE_COUNT_MAX)
-        self._offered: list[tuple[DraftMessage, list[tuple[int, ...]]]] = []  # and the paths of its tokens
-        self._offered_s, self._base_length = 0.0, 0
 
-    def arrived(self, session: Session, nodes: Nodes, stamps: Stamps, root_id: bytes, arrived_s: float) -> SpanEvent:
-        """Returns the event of a message in detail."""
-        found = [session.tree.named.get((nodes.epoch, node.node_id)) for node in nodes.nodes]
-        usable = tuple(node for node in found if node is not None and node.alive)
-        self._recent.append(DraftMessage(draft_span_id(root_id, nodes), arrived_s, usable))
-        attributes: dict[str, AttributeValue] = {
-            "specdec.draft_tokens": len(nodes.nodes),
-            "specdec.branch_tokens": sum(not node.proposal for node in nodes.nodes),
-            "specdec.tokens_too_late": len(nodes.nodes) - len(usable),
-            "specdec.step_rows": nodes.step_rows,
-            "specdec.step_ms": nodes.step_us / 1000,
-            **link_attributes(stamps),
-        }
-        return SpanEvent(DRAFT_ARRIVED, arrived_s, attributes)
-
-    def offer(self, session: Session, now_s: float) -> None:
-        """Records that the round sent now offers the draft tokens of the session's verification in flight."""
-        flying = session.in_flight
-        assert flying is not None
-        paths: list[tuple[int, ...]] = [()]  # from the committed tokens to each row
-        for index, token_id in enumerate(flying.draft_token_ids):
-            paths.append((*paths[flying.parents[index] if flying.parents else index], token_id))
-        held = [(path, session.tree.node(path)) for path in paths[1:]]
-        by_message = [(own, [path for path, node in held if node in own.nodes]) for own in self._recent]
-        self._offered_s, self._offered = now_s, [(own, paths) for own, paths in by_message if paths]
-        self._base_length = len(session.committed)
-
-    def links(self, session: Session, accepted_count: int, trace_id: bytes) -> Iterator[SpanLink]:
-        """Yields links from the round that ended to the messages whose tokens it offered, with the number accepted."""
-        offered, self._offered = self._offered, []
-        accepted = tuple(session.committed[self._base_length : self._base_length + accepted_count])
-        for message, paths in offered:
-            attributes: dict[str, AttributeValue] = {
-                "specdec.arrival_lead_ms": round(1000 * (self._offered_s - message.arrived_s), 4),
-                "specdec.offered": len(paths),
-                "specdec.accepted": sum(path == accepted[: len(path)] for path in paths),
+def links_of(record: RoundRecord, messages: Sequence[DraftMessage], trace_id: bytes) -> Iterator[SpanLink]:
+    """Yields links from a round to the messages whose tokens it offered, with the number accepted."""
+    brought = {name: message for message in messages for name in message.names}
+    sources = [brought.get(name) if name is not None else None for name in record.tree.names]
+    for message in messages:
+        if message in sources:
+            attributes: Attributes = {
+                "specdec.arrival_lead_ms": round(1000 * (record.times.sent_s - message.arrived_s), 4),
+                "specdec.offered": sources.count(message),
+                "specdec.accepted": sum(sources[place] is message for place in record.tree.accepted),
             }
             yield SpanLink(trace_id, message.span_id, attributes)
+
+
+def round_span_id(group_id: bytes, round_index: int) -> bytes:
+    """Returns the id of a round's own span; empty where it has none. The prefill is its own round."""
+    if not is_round_detailed(round_index):
+        return b""
+    return derived_span_id(group_id, "round") if round_index else group_id
+
+
+@dataclass(slots=True, eq=False)
+class RoundGroup:
+    """The prefill or a round group, as its trace keeps it until it ends: the records of its rounds, the messages of the
+    draft in detail, its own and those of the group before (`earlier`), and the events outside the rounds."""
+
+    index: int
+    start_s: float
+    earlier: Sequence[DraftMessage] = ()
+    span_id: bytes = field(default_factory=drawn_span_id)
+    records: list[RoundRecord] = field(default_factory=list)
+    messages: list[DraftMessage] = field(default_factory=list)
+    message_count: int = 0  # of the draft, in detail or not
+    drafting_us: int = 0  # of the draft's steps, by the draft; those with spans of their own among them
+    notes: list[SpanEvent] = field(default_factory=list)  # the first NOTE_COUNT_MAX
+    note_count: int = 0
+
+    def note(self, event: SpanEvent) -> None:
+        """Adds an event outside the rounds; beyond NOTE_COUNT_MAX it is only counted."""
+        self.note_count += 1
+        if len(self.notes) < NOTE_COUNT_MAX:
+            self.notes.append(event)
+
+
+def round_spans(record: RoundRecord, group: RoundGroup, trace_id: bytes, stamps: Stamps) -> Iterator[Span]:
+    """Yields the spans of a round in detail, the newest of its group. `stamps`: of the link to the target."""
+    span_id, times = round_span_id(group.span_id, record.round_index), record.times
+    if times.wait_s:
+        yield Span("wait", trace_id, drawn_span_id(), span_id, times.sent_s - times.wait_s, times.sent_s)
+    own, end_s = (trace_id, derived_span_id(span_id, "verify"), span_id), times.sent_s + times.round_trip_s
+    yield Span("verify", *own, times.sent_s, end_s, SpanKind.CLIENT, hop_attributes(record, stamps))
+    if span_id != group.span_id:
+        attributes = {**round_attributes(record), **milliseconds(parts_of(record))}
+        links = tuple(links_of(record, (*group.earlier, *group.messages), trace_id))
+        own, events = (trace_id, span_id, group.span_id), wasted_events(record)
+        yield Span("round", *own, times.start_s, times.end_s, SpanKind.INTERNAL, attributes, events, links)
+
+
+def unanswered_spans(
+    group: RoundGroup, round_index: int, times_s: tuple[float, float, float], trace_id: bytes, error: str
+) -> Iterator[Span]:
+    """Yields the spans of a round whose verification, in flight at the end, is not answered. `times_s`: when the round
+    began, when the verification was sent, and the end; `error`: of this side, or empty."""
+    round_id, (start_s, sent_s, end_s) = round_span_id(group.span_id, round_index), times_s
+    said: Attributes = {"specdec.unanswered": True, **({"error.type": error} if error else {})}
+    own = trace_id, derived_span_id(round_id, "verify") if round_id else drawn_span_id(), round_id or group.span_id
+    yield Span("verify", *own, sent_s, end_s, SpanKind.CLIENT, said, error=error)
+    if round_id not in (b"", group.span_id):
+        yield Span("round", trace_id, round_id, group.span_id, start_s, end_s)
+
+
+def slow_round_event(records: Sequence[RoundRecord]) -> SpanEvent | None:
+    """Returns an event for the slowest round if it took more than SLOW_FACTOR times the mean of all, with the largest
+    part of its time."""
+    slowest = max(records, key=lambda record: record.times.round_s, default=None)
+    mean_s = sum(record.times.round_s for record in records) / max(1, len(records))
+    if slowest is None or slowest.times.round_s <= SLOW_FACTOR * mean_s:
+        return None
+    part_s, part = max(zip(parts_of(slowest), PARTS))
+    said: Attributes = {
+        "specdec.round": slowest.round_index,
+        "specdec.round_ms": round(1000 * slowest.times.round_s, 1),
+        "specdec.mean_ms": round(1000 * mean_s, 1),
+        "specdec.part": part,
+        "specdec.part_ms": round(1000 * part_s, 1),
+    }
+    return SpanEvent("slow round", slowest.times.end_s, said)
+
+
+def sums(group: RoundGroup, parts: Sequence[Parts], drafting_s: float) -> Iterator[tuple[str, float, float, int]]:
+    """Yields the summed parts of the rounds without spans of their own: name, start, end, number of rounds.
+
+    The parts of the rounds lie end to end from the end of the detailed round, in the order of PARTS; the draft's steps
+    run beside them, from the same start, and may end after the group: some began in the one before.
+    """
+    summed = [pair for pair in zip(group.records, parts) if not is_round_detailed(pair[0].round_index)]
+    start_s = summed[0][0].times.start_s if summed else group.start_s
+    if drafting_s > 0:
+        yield "draft", start_s, start_s + drafting_s, len(group.records)
+    spent = list(zip(PARTS, map(sum, zip(*(own for _, own in summed)))))
+    for part, part_s in spent:
+        if part_s > SUM_SHARE_MIN * sum(each_s for _, each_s in spent):
+            yield part, start_s, start_s + part_s, len(summed)
+            start_s += part_s
+
+
+def group_name(group: RoundGroup) -> str:
+    """Returns the name of a group's span. A round group says whether it speculated: plain without any draft token,
+    mixed where the policy was off for a part."""
+    if group.index == 0:
+        return "prefill"
+    if not group.records:
+        return ROUND_GROUP
+    if not any(record.tokens.offered_count for record in group.records):
+        return f"{ROUND_GROUP}, plain"
+    return f"{ROUND_GROUP}, {'speculative' if all(record.is_speculating for record in group.records) else 'mixed'}"
+
+
+def group_events(group: RoundGroup, parts: Sequence[Parts]) -> Iterator[SpanEvent]:
+    """Yields a group's events in order of time: one per round, at the verdict, and the notes."""
+    yield from sorted([*map(round_event, group.records, parts), *group.notes], key=lambda event: event.time_s)
+
+
+def group_attributes(group: RoundGroup, times: Parts) -> Attributes:
+    """Returns the totals over a group's rounds as attributes; `times`: the sums of theirs."""
+    records, dropped_count = group.records, group.note_count - len(group.notes)
+    branches = list(map(branch_of, records))
+    accepted_count = sum(record.tokens.accepted_count for record in records)
+    return {
+        "specdec.rounds": len(records),
+        "specdec.offered": sum(record.tokens.offered_count for record in records),
+        "specdec.accepted": accepted_count,
+        "specdec.tokens": accepted_count + len(records),
+        "specdec.discarded": sum(record.tree.discarded_count for record in records),
+        "specdec.branches_hit": branches.count("hit"),
+        "specdec.branches_missed": branches.count("missed"),
+        "specdec.draft_messages": group.message_count,
+        **milliseconds(times),
+        **proposed(*records),
+        **({"specdec.first_round": records[0].round_index} if records else {}),
+        **({"specdec.events_dropped": dropped_count} if dropped_count else {}),
+    }
+
+
+class TraceNames(NamedTuple):
+    """What the spans of one request name: its trace, its root, and the services of target and draft."""
+
+    trace_id: bytes
+    root_id: bytes
+    target: str = ""
+    draft: str = ""
+
+
+def group_spans(
+    group: RoundGroup, end_s: float, parts: Sequence[Parts], drafting_s: float, names: TraceNames, error: str = ""
+) -> Iterator[Span]:
+    """Yields the span of a group that ended and those of its sums. `parts`: of each record's time; `drafting_s`: of the
+    draft's steps."""
+    services = {**dict.fromkeys(TARGET_PARTS, names.target), "draft": names.draft}
+    alone_s = drafting_s - sum(message.step_us for message in group.messages) / 1e6
+    for part, start_s, stop_s, round_count in sums(group, parts, alone_s):
+        own, said = (names.trace_id, drawn_span_id(), group.span_id), {"specdec.rounds": round_count}
+        yield Span(f"{part}, summed", *own, start_s, stop_s, attributes=said, service=services.get(part, ""))
+    own, said = (names.trace_id, group.span_id, names.root_id), group_attributes(group, total(parts))
+    events = group_events(group, parts)
+    yield Span(group_name(group), *own, group.start_s, end_s, attributes=said, events=events, error=error)

@@ -16,47 +16,40 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from specdec.coordinator.fleet import Choice
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.trace_rounds import (
     ARRIVAL_COUNT_MAX,
-    PARTS,
-    ROUND_GROUP,
+    NO_PARTS,
     SLOW_ROUND_COUNT_MAX,
-    TARGET_PARTS,
-    DraftMessages,
+    DraftMessage,
     RoundGroup,
+    TraceNames,
+    arrival_event,
     begins_group,
-    hop_attributes,
+    group_spans,
     is_drafting_detailed,
     is_round_detailed,
     milliseconds,
     parts_of,
-    round_attributes,
-    wasted_events,
+    round_group_of,
+    round_span_id,
+    round_spans,
+    slow_round_event,
+    total,
+    unanswered_spans,
 )
 from specdec.errors import SpecdecError
-from specdec.protocol.events import Event, FromDraft, Note, Ready, TargetFound
+from specdec.protocol.events import Concluded, Event, FromDraft, Note, Ready, TargetFound
 from specdec.protocol.items import NO_TRACE, Commit, DraftItem, Nodes, TargetItem, Trace, Verification
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.report import TRACED, Finished, Started
 from specdec.protocol.request import GenerationRequest
-from specdec.protocol.session import Session
-from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import code_of
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.metrics import Histogram
-from specdec.telemetry.spans import (
-    AttributeValue,
-    Span,
-    SpanEvent,
-    SpanKind,
-    SpanLink,
-    derived_span_id,
-    drawn_span_id,
-)
+from specdec.telemetry.spans import AttributeValue, Span, SpanEvent, SpanKind, drawn_span_id
 from specdec.telemetry.tracing import Tracing
 
 DRAFT_SERVICE = "specdec-draft"  # the name of a draft whose own is unknown
@@ -84,7 +77,8 @@ def open_request(
 
 
 class RequestTrace(RequestStatistics):
-    """A request with a recorded trace. It belongs to one event loop; no method blocks or raises."""
+    """A request with a recorded trace: it keeps the records, notes and messages of the group in progress. It belongs to
+    one event loop; no method blocks or raises."""
 
     def __init__(
         self, metrics: CoordinatorMetrics, context: Trace, request_id: str, tracing: Tracing, parent_id: bytes = b""
@@ -93,39 +87,39 @@ class RequestTrace(RequestStatistics):
         self._tracing = tracing
         self._parent_id = parent_id
         self._offset_ns = wall_offset_ns()
-        self._began_s = self._round_began_s = time.monotonic()
+        self._began_s = time.monotonic()
         self._attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": "specdec",
         }
-        self._notes: list[SpanEvent] = []
+        self._notes: list[SpanEvent] = []  # outside the groups
         self._note_counts: Counter[str] = Counter()
         self._draft_lost_s: float | None = None  # None: it was not lost, or is back
-        self._draft_unavailable_s = 0.0
+        self._draft_unavailable_s = self._drafting_s = 0.0
+        self._times = NO_PARTS  # of the groups that ended
         self._error = ""
         self._group: RoundGroup | None = None
-        self._drafting = DraftMessages()
-        self._drafting_s = 0.0
         self._choice: Choice | None = None  # None before it is made
-        self._target_service = ""  # the target's name in traces
-        self._draft_service = DRAFT_SERVICE  # the draft's name in traces, also once it is lost
-        self._totals = (0.0,) * len(PARTS)
-        self._slow_count = 0
-        self._was_speculating = False
-        self._round_id = b""  # of the round under way, where it is in detail
-        self._round_context = self._commit_context = NO_TRACE
+        self._names = TraceNames(context.trace_id, context.span_id, draft=DRAFT_SERVICE)  # a lost draft keeps its own
+        self._context = NO_TRACE  # of the group's rounds without spans
+        self._round_index = 0
+        self._round_began_s = self._began_s
         self._sent_s: float | None = None  # None: nothing is in flight
 
     def context_of(self, item: TargetItem | DraftItem) -> Trace:
+        trace_id, group_id = self.context.trace_id, self._context.span_id
         if isinstance(item, Verification):
-            return self._round_context
-        return self._commit_context if isinstance(item, Commit) else super().context_of(item)
+            round_id = round_span_id(group_id, item.round_index)
+            return Trace(trace_id, round_id, True, True) if round_id else self._context
+        if isinstance(item, Commit):
+            is_detailed = is_drafting_detailed(self._round_index)
+            return Trace(trace_id, group_id, True, True) if is_detailed else NO_TRACE
+        return super().context_of(item)
 
     def admitted(self, request: GenerationRequest, started: Started, choice: Choice) -> None:
         super().admitted(request, started, choice)
         sampling, target = request.sampling, choice.target.usable()
-        self._choice, self._target_service = choice, target.trace_service
-        self._was_speculating = choice.policy.is_speculating
+        self._choice, self._names = choice, self._names._replace(target=target.trace_service)
         self._name_draft()
         self._attributes |= {
             "gen_ai.request.model": target.model_name,
@@ -141,115 +135,64 @@ class RequestTrace(RequestStatistics):
         if sampling.seed is not None:  # an unsigned 64-bit number: OTLP's integers are signed
             self._attributes["gen_ai.request.seed"] = str(sampling.seed)
 
-    def on_step(self, session: Session, event: Event, ready: Ready, now_s: float) -> None:
-        super().on_step(session, event, ready, now_s)
+    def on_step(self, event: Event, ready: Ready, now_s: float) -> None:
+        super().on_step(event, ready, now_s)
         if isinstance(event, TargetFound) and self._group is None:
-            self._round_began_s = now_s
-            self._begin_group("prefill", 0)
-        elif isinstance(event, FromDraft) and isinstance(event.item, Nodes):
-            self._on_nodes(session, event.item, now_s)
-        if ready.note is not None:
-            self._note(ready.note, now_s)
+            self._begin_group(now_s)
+        if isinstance(event, FromDraft) and isinstance(event.item, Nodes):
+            self._on_nodes(event.item, ready.note, now_s)
+        elif ready.note is not None:
+            self._note(ready.note, now_s if ready.record is None else ready.record.times.end_s)
         if ready.record is not None:
-            self._on_round(session, ready.record)
-        if ready.to_target and ready.to_target[-1] is session.in_flight:
-            self._on_sent(session, now_s)
+            self._on_round(ready.record, isinstance(event, Concluded) and event.ends)
+        if ready.to_target and isinstance(ready.to_target[-1], Verification):
+            if self._sent_s is None:
+                self._sent_s = now_s
+            else:
+                self._note(Note("sent again"), now_s)
 
-    def _begin_group(self, name: str, round_index: int) -> None:
-        self._group = RoundGroup(name, self._round_began_s)
-        self._name_round(self._group.span_id, round_index)
+    def _begin_group(self, start_s: float) -> None:
+        earlier = () if self._group is None else self._group.messages
+        group = self._group = RoundGroup(round_group_of(self._round_index), start_s, earlier)
+        self._context = Trace(self.context.trace_id, group.span_id, sampled=True)
 
-    def _name_round(self, group_id: bytes, round_index: int) -> None:
-        """Sets the trace contexts of a round's verification and commit; the prefill is its own round."""
-        trace_id, is_detailed = self.context.trace_id, is_round_detailed(round_index)
-        self._round_id = b"" if not is_detailed else drawn_span_id() if round_index else group_id
-        if is_detailed or self._round_context.span_id != group_id:
-            self._round_context = Trace(trace_id, self._round_id or group_id, True, is_detailed)
-        is_drafted = is_drafting_detailed(round_index)
-        self._commit_context = Trace(trace_id, group_id, True, True) if is_drafted else NO_TRACE
-
-    def _on_sent(self, session: Session, now_s: float) -> None:
-        if self._sent_s is not None:
-            self._note(Note("sent again"), now_s)
-            return
-        self._sent_s = now_s
-        if self._round_id:
-            self._drafting.offer(session, now_s)
-
-    def _on_nodes(self, session: Session, nodes: Nodes, now_s: float) -> None:
-        """The draft sent nodes, and the session has added the usable ones to its tree."""
+    def _on_nodes(self, nodes: Nodes, note: Note | None, now_s: float) -> None:
+        """The draft sent nodes; `note` says how many were too late."""
         group = self._group
         if group is None:
             return
-        group.draft_message_count += 1
+        group.message_count += 1
         group.drafting_us += nodes.worked_us
-        if nodes.is_detailed and nodes.nodes and group.arrival_count < ARRIVAL_COUNT_MAX:
-            group.arrival_count += 1
-            group.detailed_drafting_us += nodes.step_us
-            stamps = self._stamps(is_draft=True)
-            group.note(self._drafting.arrived(session, nodes, stamps, self.context.span_id, now_s))
+        if nodes.is_detailed and nodes.nodes and len(group.messages) < ARRIVAL_COUNT_MAX:
+            assert self._choice is not None and self._choice.draft is not None
+            late_count = 0 if note is None else int(note.attributes["count"])
+            group.messages.append(DraftMessage.of(nodes, self.context.span_id, now_s))
+            group.note(arrival_event(nodes, late_count, self._choice.draft.link.stamps, now_s))
 
-    def _stamps(self, is_draft: bool = False) -> Stamps:
-        """What the link to the target or the draft has measured."""
-        assert self._choice is not None
-        peer = self._choice.draft if is_draft else self._choice.target
-        assert peer is not None
-        return peer.link.stamps
-
-    def _on_round(self, session: Session, record: RoundRecord) -> None:
+    def _on_round(self, record: RoundRecord, is_last: bool) -> None:
         """A verdict is committed, and what follows it is not sent yet."""
-        group = self._group
-        assert group is not None
+        group, choice, end_s = self._group, self._choice, record.times.end_s
+        assert group is not None and choice is not None
         if record.step.preemptions:
-            self._note(Note("preempted by the target", {"times": record.step.preemptions}), record.times.end_s)
-        group.add(record)
-        if self._round_id:
-            assert self._sent_s is not None
-            if record.times.wait_s:
-                self._record("wait", b"", self._round_id, self._sent_s - record.times.wait_s, self._sent_s)
-            answered_s = self._sent_s + record.times.round_trip_s
-            self._record_verification(answered_s, hop_attributes(record, self._stamps()))
-            if self._round_id != group.span_id:
-                links = self._drafting.links(session, record.tokens.accepted_count, self.context.trace_id)
-                self._record_round(self._round_id, group, record, links)
-        if session.policy.is_speculating != self._was_speculating:
-            self._was_speculating = session.policy.is_speculating
-            why, from_round = session.policy.prediction.reason, record.round_index + 1
-            said: dict[str, str | int] = {"speculating": self._was_speculating, "why": why, "round": from_round}
-            self._note(Note(POLICY_SWITCHED, said), record.times.end_s)
-        self._sent_s, self._round_began_s = None, record.times.end_s
-        if session.finished:
-            self._round_id = b""
-        elif begins_group(record.round_index + 1):
-            self._begin_group(ROUND_GROUP, record.round_index + 1)
-            self._end_group(group, record.times.end_s)
-        else:
-            self._name_round(group.span_id, record.round_index + 1)
-
-    def _record_round(self, span_id: bytes, group: RoundGroup, record: RoundRecord, links: Iterable[SpanLink]) -> None:
-        attributes = {**round_attributes(record), **milliseconds(parts_of(record))}
-        more = {"attributes": attributes, "events": wasted_events(record), "links": tuple(links)}
-        self._record("round", span_id, group.span_id, record.times.start_s, record.times.end_s, **more)
-
-    def _record_verification(self, end_s: float, attributes: dict[str, AttributeValue], error: str = "") -> None:
-        """Records this side's span of the verification of the current round: a detailed one, or one without answer."""
-        assert self._sent_s is not None
-        span_id = derived_span_id(self._round_id, "verify") if self._round_id else b""
-        more = {"kind": SpanKind.CLIENT, "attributes": attributes, "error": error}
-        parent_id = self._round_id or self._round_context.span_id
-        self._record("verify", span_id, parent_id, self._sent_s, end_s, **more)
+            self._note(Note("preempted by the target", {"times": record.step.preemptions}), end_s)
+        group.records.append(record)
+        if is_round_detailed(record.round_index):
+            self._record(round_spans(record, group, self.context.trace_id, choice.target.link.stamps))
+        self._sent_s, self._round_began_s, self._round_index = None, end_s, record.round_index + 1
+        if not is_last and begins_group(self._round_index):
+            self._end_group(group, end_s)
+            self._begin_group(end_s)
 
     def _end_group(self, group: RoundGroup, end_s: float) -> None:
-        self._totals = tuple(map(sum, zip(self._totals, group.parts())))
-        self._drafting_s += group.end_drafting(end_s - self._began_s - self._drafting_s)
-        if self._slow_count < SLOW_ROUND_COUNT_MAX:
-            self._slow_count += group.note_slow_round()
-        for part, part_start_s, part_end_s, round_count in group.sums():
-            service = self._target_service if part in TARGET_PARTS else self._draft_service if part == "draft" else ""
-            said = {"attributes": {"specdec.rounds": round_count}, "service": service}
-            self._record(f"{part}, summed", b"", group.span_id, part_start_s, part_end_s, **said)
-        more = {"attributes": group.attributes(), "events": group, "error": self._error}
-        self._record(group.full_name(), group.span_id, self.context.span_id, group.start_s, end_s, **more)
+        parts = list(map(parts_of, group.records))
+        self._times = total((self._times, *parts))
+        drafting_s = min(group.drafting_us / 1e6, end_s - self._began_s - self._drafting_s)  # whatever the draft says
+        self._drafting_s += drafting_s
+        slow = slow_round_event(group.records)
+        if slow is not None and self._note_counts[slow.name] < SLOW_ROUND_COUNT_MAX:
+            self._note_counts[slow.name] += 1
+            group.note(slow)
+        self._record(group_spans(group, end_s, parts, drafting_s, self._names, self._error))
 
     def _note(self, note: Note, now_s: float) -> None:
         """Records an event outside the rounds."""
@@ -266,7 +209,7 @@ class RequestTrace(RequestStatistics):
     def _name_draft(self) -> None:
         draft = None if self._choice is None else self._choice.draft
         if draft is not None and draft.description is not None:
-            self._draft_service = draft.description.trace_service or DRAFT_SERVICE
+            self._names = self._names._replace(draft=draft.description.trace_service or DRAFT_SERVICE)
 
     def _end_draft_loss(self, now_s: float) -> None:
         """The draft is back, or the text is over: records the time without it; nothing if it was not lost."""
@@ -274,9 +217,12 @@ class RequestTrace(RequestStatistics):
             return
         began_s, self._draft_lost_s = self._draft_lost_s, None
         self._draft_unavailable_s += now_s - began_s
-        more = {"attributes": {"error.type": DRAFT_LOST}, "error": DRAFT_LOST}
-        more |= {"service": self._draft_service}
-        self._record("draft unavailable", b"", self.context.span_id, began_s, now_s, **more)
+        said = {"error.type": DRAFT_LOST}
+        own = (self.context.trace_id, drawn_span_id(), self.context.span_id)
+        lost = Span(
+            "draft unavailable", *own, began_s, now_s, attributes=said, error=DRAFT_LOST, service=self._names.draft
+        )
+        self._record((lost,))
 
     def finished(self, finished: Finished) -> None:
         super().finished(finished)
@@ -293,7 +239,7 @@ class RequestTrace(RequestStatistics):
             "specdec.observed_tokens_per_s": round(statistics.observed_tokens_per_s, 3),
             "specdec.policy_reason": statistics.policy_reason,
         }
-        self._leave_group()
+        self.left()
 
     def failed(self, error: SpecdecError) -> None:
         """Records the error's reason and code on the root; its message may quote the user's text and is left out."""
@@ -302,14 +248,7 @@ class RequestTrace(RequestStatistics):
         self._attributes |= {"error.type": error.reason, "rpc.grpc.status_code": code.value[0]}
         self._error = error.reason if code.name in FAULTS else ""
 
-    def _error_type(self) -> dict[str, AttributeValue]:
-        """Returns the attribute of spans that the failure of this side ended."""
-        return {"error.type": self._error} if self._error else {}
-
     def left(self) -> None:
-        self._leave_group()
-
-    def _leave_group(self) -> None:
         """Ends the current group, with the verification in flight if there is one: its answer will not be handled."""
         group, self._group = self._group, None
         now_s = time.monotonic()
@@ -317,19 +256,19 @@ class RequestTrace(RequestStatistics):
         if group is None:
             return
         if self._sent_s is not None:
-            self._record_verification(now_s, {"specdec.unanswered": True, **self._error_type()}, self._error)
-            if self._round_id and self._round_id != group.span_id:
-                self._record("round", self._round_id, group.span_id, self._round_began_s, now_s)
+            times_s = self._round_began_s, self._sent_s, now_s
+            self._record(unanswered_spans(group, self._round_index, times_s, self.context.trace_id, self._error))
         self._end_group(group, max(now_s, self._round_began_s))
 
     def closed(self) -> None:
         super().closed()
-        self._leave_group()
+        self.left()
         if not {"error.type", "gen_ai.response.finish_reasons"} & self._attributes.keys():
             self._attributes["specdec.cancelled"] = True
-        said = {**self._attributes, **milliseconds(self._totals), **self._troubles()}
-        more = {"kind": SpanKind.SERVER, "attributes": said, "events": tuple(self._notes), "error": self._error}
-        self._record("Generate", self.context.span_id, self._parent_id, self._began_s, time.monotonic(), **more)
+        said = {**self._attributes, **milliseconds(self._times), **self._troubles()}
+        own = (self.context.trace_id, self.context.span_id, self._parent_id)
+        times = self._began_s, time.monotonic()
+        self._record((Span("Generate", *own, *times, SpanKind.SERVER, said, tuple(self._notes), error=self._error),))
 
     def _troubles(self) -> dict[str, AttributeValue]:
         """Returns attributes to search for: what happened to this request, where it did."""
@@ -345,8 +284,5 @@ class RequestTrace(RequestStatistics):
     def _observe(self, histogram: Histogram, value_s: float) -> None:
         histogram.add_traced(value_s, self.context.trace_id.hex(), time.time())
 
-    def _record(self, name: str, span_id: bytes, parent_id: bytes, start_s: float, end_s: float, **more: Any) -> None:
-        """Records a span; an empty `span_id` is drawn."""
-        span_id = span_id or drawn_span_id()
-        span = Span(name, self.context.trace_id, span_id, parent_id, start_s, end_s, **more)
-        self._tracing.record((span,), self._offset_ns)
+    def _record(self, spans: Iterable[Span]) -> None:
+        self._tracing.record(spans, self._offset_ns)

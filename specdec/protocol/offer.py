@@ -40,12 +40,14 @@ class Limits(NamedTuple):
 
 class Offer(NamedTuple):
     """The draft tokens of a verification, in depth-first order; `parents`: protocol.tree_shape. `guesses`: (proposer,
-    features) of each, of all proposers with that token there, the surest first."""
+    features) of each, of all proposers with that token there, the surest first; `names`: of each in the draft's tree, None
+    where it has no such node."""
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     draft_probs: tuple[DraftProbs, ...] = ()
     guesses: tuple[tuple[tuple[Proposer, Hashable], ...], ...] = ()
+    names: tuple[tuple[int, int] | None, ...] = ()
 
     @property
     def proposers(self) -> tuple[Proposer, ...]:
@@ -115,6 +117,7 @@ def _chain(root: TreeNode, rule: Rule, limits: Limits, calibration: Calibration)
     tokens: list[int] = []
     probs: list[DraftProbs] = []
     guesses: list[tuple[tuple[Proposer, Hashable], ...]] = []
+    names: list[tuple[int, int]] = []
     while node.proposal is not None and len(tokens) < min(limits.row_max, limits.depth_max):
         if rule is not Rule.REJECTION:
             features, prior = node_features(rule, node.proposal)
@@ -127,7 +130,8 @@ def _chain(root: TreeNode, rule: Rule, limits: Limits, calibration: Calibration)
         node = node.proposal
         tokens.append(node.token_id)
         guesses.append(((Proposer.DRAFT, features),))
-    return Offer(tuple(tokens), (), tuple(probs[: len(tokens)]), tuple(guesses))
+        names.append(node.name)
+    return Offer(tuple(tokens), (), tuple(probs[: len(tokens)]), tuple(guesses), tuple(names))
 
 
 def _tree(root: TreeNode, runs: Sequence[Run], rule: Rule, limits: Limits, calibration: Calibration) -> Offer:
@@ -288,4 +292,5 @@ def _in_order(top: _Node, rule: Rule) -> Offer:
         () if is_chain else tuple(parents),
         tuple(node.draft_probs for node in nodes if node.draft_probs) if rule is Rule.REJECTION else (),
         tuple(tuple((proposer, features) for _, proposer, features in node.guesses) for node in nodes),
+        tuple(None if node.remote is None else node.remote.name for node in nodes),
     )

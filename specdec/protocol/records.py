@@ -57,6 +57,8 @@ class TreeUse(NamedTuple):
     was_found: bool = False  # the next token was one of these
     in_hand_count: int = 0  # draft tokens in hand for the next round at once
     discarded_count: int = 0  # tokens in hand on the proposal path that the commit left
+    names: tuple[tuple[int, int] | None, ...] = ()  # of the round's draft tokens; None: the tree had no such node
+    accepted: tuple[int, ...] = ()  # those committed, by their places in `names`
 
 
 class RoundTimes(NamedTuple):
@@ -66,6 +68,7 @@ class RoundTimes(NamedTuple):
     end_s: float = 0.0
     wait_s: float = 0.0  # for draft tokens
     round_trip_s: float = 0.0  # from sending the verification to its answer
+    sent_s: float = 0.0  # when it was sent
 
     @property
     def round_s(self) -> float:

@@ -188,19 +188,20 @@ class Session:
         self._draft_answer_count += 1
         if self._draft_answer_count > ANSWERS_PER_COMMIT_MAX:
             return self._pause_draft()
-        malformed_count = nodes.malformed_count
+        malformed_count, late_count = nodes.malformed_count, 0
         free_count = NODE_COUNT_MAX - len(self.tree.named)
         for index, node in enumerate(nodes.nodes):
             if index == free_count or not self._is_sound(node):
                 malformed_count += len(nodes.nodes) - index
                 break
-            self.tree.add(nodes.epoch, nodes.root_length, node)
+            late_count += self.tree.add(nodes.epoch, nodes.root_length, node) is None
         if malformed_count:
             self.malformed_node_count += malformed_count
             return self._pause_draft()
         self._draft_resend_count = 0
         self._draft(DraftEvent.NODES)
-        return self._verify_when_ready() if self.waiting else NOTHING_READY
+        ready = Ready(note=Note("draft tokens late", {"count": late_count})) if late_count else NOTHING_READY
+        return self._verify_when_ready(ready) if self.waiting else ready
 
     def _draft(self, event: DraftEvent) -> None:
         self.draft_state = DRAFT_MOVES[self.draft_state, event]
@@ -243,12 +244,18 @@ class Session:
         self.asks_heads = self.asks_heads and not (flying.wants_heads and heads is None)
         counts = len(offer.token_ids), verdict.accepted_count, kept_count, verdict.next_kind
         tokens_of_round = RoundTokens(*counts, *offer.sources(accepted), had_heads)
-        tree = TreeUse(was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path) if path else 0)
+        discarded_count = sum(not node.alive for node in path) if path else 0
+        tree = TreeUse(was_looked_up, was_found, in_hand_count, discarded_count, offer.names, accepted[:kept_count])
         round_parts = flying.round_index, plan, tokens_of_round, tree, event.times, TargetStep.of(answer)
         record = RoundRecord(*round_parts, is_speculating, self.draft_state is DraftState.PAUSED)
+        note = None if self.is_speculating == is_speculating else self._policy_switched()
         if event.ends:
-            return self._on_end(record=record)
-        return self._verify_when_ready(Ready(self._commit_to_draft(), record=record))
+            return self._on_end()._replace(record=record, note=note)
+        return self._verify_when_ready(Ready(self._commit_to_draft(), record=record, note=note))
+
+    def _policy_switched(self) -> Note:
+        said = {"speculating": self.is_speculating, "why": self.policy.prediction.reason, "round": self.round_index}
+        return Note("policy switched", said)
 
     def _commit(self, tokens: tuple[int, ...], flying: Verification) -> bool:
         """Commits the tokens of the round in flight; returns whether the last was in the tree."""
@@ -314,12 +321,12 @@ class Session:
         self._draft(DraftEvent.WAIT_EXPIRED)
         return self._verify_now(Ready(note=Note("wait expired")))
 
-    def _on_end(self, _event: End | None = None, record: RoundRecord | None = None) -> Ready:
+    def _on_end(self, _event: End | None = None) -> Ready:
         self._move(PhaseEvent.ENDED)
         self.in_flight = None
         to_draft = (Close(self.number, self.draft_incarnation),) if self.has_draft else ()
         to_target = (Close(self.number, self.target_incarnation),) if self.target_incarnation else ()
-        return Ready(to_draft, to_target, record=record)
+        return Ready(to_draft, to_target)
 
     def _open(self, incarnation: int, cache_salt: str = "") -> Open:
         size = self.vocabulary_size

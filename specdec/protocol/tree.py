@@ -62,14 +62,15 @@ class NodeBase:
 class TreeNode(NodeBase):
     """A node of the coordinator's tree.
 
-    `draft_probs`: of its proposal child (REJECTION only); `drawn`: that child, named `first_name`, and its siblings, in
-    the order in which they were drawn from it without replacement, with the names that follow. `rank`: place among the
-    children of its parent; `confidence`: the draft's, as a bin (not under REJECTION).
+    `draft_probs`: of its proposal child (REJECTION only); `drawn`: that child and its siblings, in the order in which
+    they were drawn from it without replacement, with names one after another. `name`: (epoch, node_id), of a proposal
+    the name under which it became one. `rank`: place among the children of its parent; `confidence`: the draft's, as a
+    bin (not under REJECTION).
     """
 
     draft_probs: DraftProbs | None = None
     drawn: list[TreeNode] = field(default_factory=list)
-    first_name: tuple[int, int] = (0, 0)
+    name: tuple[int, int] = (0, 0)
     rank: int = 0
     confidence: int = 0
 
@@ -116,14 +117,14 @@ class ReceivedTree:
     def _attach(parent: TreeNode, name: tuple[int, int], sent: DraftNode) -> TreeNode:
         node = parent.children.get(sent.token_id)
         if node is None:
-            node = TreeNode(parent.length + 1, sent.token_id, parent, rank=len(parent.children))
+            node = TreeNode(parent.length + 1, sent.token_id, parent, name=name, rank=len(parent.children))
             node.confidence = sent.confidence
             parent.children[sent.token_id] = node
         if not sent.proposal:
             return node
         if parent.proposal is None:
-            parent.proposal, parent.draft_probs, parent.first_name = node, sent.draft_probs, name
-        epoch, first_id = parent.first_name
+            parent.proposal, parent.draft_probs, node.name = node, sent.draft_probs, name
+        epoch, first_id = parent.proposal.name
         if sent.draft_probs is not None and name == (epoch, first_id + len(parent.drawn)):
             parent.drawn.append(node)
         return node
