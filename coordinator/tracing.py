@@ -16,33 +16,29 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from specdec.coordinator.fleet import Choice
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.trace_rounds import (
-    ARRIVAL_COUNT_MAX,
-    NO_PARTS,
     SLOW_ROUND_COUNT_MAX,
-    DraftMessage,
+    Parts,
     RoundGroup,
     TraceNames,
-    arrival_event,
     begins_group,
     group_spans,
-    is_drafting_detailed,
     is_round_detailed,
     milliseconds,
+    not_empty,
     parts_of,
     round_group_of,
-    round_span_id,
     round_spans,
     slow_round_event,
-    total,
     unanswered_spans,
 )
 from specdec.errors import SpecdecError
 from specdec.protocol.events import Concluded, Event, FromDraft, Note, Ready, TargetFound
-from specdec.protocol.items import NO_TRACE, Commit, DraftItem, Nodes, TargetItem, Trace, Verification
+from specdec.protocol.items import Commit, DraftItem, Nodes, TargetItem, Trace, Verification
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.report import TRACED, Finished, Started
 from specdec.protocol.request import GenerationRequest
@@ -54,6 +50,9 @@ from specdec.telemetry.tracing import Tracing
 
 DRAFT_SERVICE = "specdec-draft"  # the name of a draft whose own is unknown
 DRAFT_LOST, DRAFT_CONNECTED, POLICY_SWITCHED = "draft lost", "draft connected", "policy switched"  # events
+# Digits of further statistics on the root.
+ROUNDED = {"mean_acceptance_length": 4, "draft_acceptance_rate": 4, "predicted_tokens_per_s": 3}
+ROUNDED["observed_tokens_per_s"] = 3
 # Codes that are this side's failure, not a refusal, as OpenTelemetry defines for servers.
 FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
@@ -96,24 +95,19 @@ class RequestTrace(RequestStatistics):
         self._note_counts: Counter[str] = Counter()
         self._draft_lost_s: float | None = None  # None: it was not lost, or is back
         self._draft_unavailable_s = self._drafting_s = 0.0
-        self._times = NO_PARTS  # of the groups that ended
+        self._times = Parts()  # of the groups that ended
         self._error = ""
         self._group: RoundGroup | None = None
         self._choice: Choice | None = None  # None before it is made
         self._names = TraceNames(context.trace_id, context.span_id, draft=DRAFT_SERVICE)  # a lost draft keeps its own
-        self._context = NO_TRACE  # of the group's rounds without spans
-        self._round_index = 0
-        self._round_began_s = self._began_s
         self._sent_s: float | None = None  # None: nothing is in flight
 
     def context_of(self, item: TargetItem | DraftItem) -> Trace:
-        trace_id, group_id = self.context.trace_id, self._context.span_id
-        if isinstance(item, Verification):
-            round_id = round_span_id(group_id, item.round_index)
-            return Trace(trace_id, round_id, True, True) if round_id else self._context
-        if isinstance(item, Commit):
-            is_detailed = is_drafting_detailed(self._round_index)
-            return Trace(trace_id, group_id, True, True) if is_detailed else NO_TRACE
+        group = self._group
+        if isinstance(item, Verification) and group is not None:
+            return group.context_of(item.round_index)
+        if isinstance(item, Commit) and group is not None:
+            return group.commit_context(self.statistics.rounds)
         return super().context_of(item)
 
     def admitted(self, request: GenerationRequest, started: Started, choice: Choice) -> None:
@@ -124,9 +118,7 @@ class RequestTrace(RequestStatistics):
         self._attributes |= {
             "gen_ai.request.model": target.model_name,
             "gen_ai.request.max_tokens": started.max_tokens,
-            "gen_ai.request.temperature": sampling.temperature,
-            "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.request.top_k": sampling.top_k,
+            **{f"gen_ai.request.{name}": getattr(sampling, name) for name in ("temperature", "top_p", "top_k")},
             "specdec.request_id": started.request_id,
             "specdec.rule": started.rule.name,
             "specdec.speculative": request.speculative.enabled,
@@ -140,7 +132,10 @@ class RequestTrace(RequestStatistics):
         if isinstance(event, TargetFound) and self._group is None:
             self._begin_group(now_s)
         if isinstance(event, FromDraft) and isinstance(event.item, Nodes):
-            self._on_nodes(event.item, ready.note, now_s)
+            if self._group is not None and self._choice is not None and self._choice.draft is not None:
+                late_count = 0 if ready.note is None else int(ready.note.attributes["count"])
+                stamps = self._choice.draft.link.stamps
+                self._group.arrived(event.item, late_count, stamps, self.context.span_id, now_s)
         elif ready.note is not None:
             self._note(ready.note, now_s if ready.record is None else ready.record.times.end_s)
         if ready.record is not None:
@@ -153,21 +148,8 @@ class RequestTrace(RequestStatistics):
 
     def _begin_group(self, start_s: float) -> None:
         earlier = () if self._group is None else self._group.messages
-        group = self._group = RoundGroup(round_group_of(self._round_index), start_s, earlier)
-        self._context = Trace(self.context.trace_id, group.span_id, sampled=True)
-
-    def _on_nodes(self, nodes: Nodes, note: Note | None, now_s: float) -> None:
-        """The draft sent nodes; `note` says how many were too late."""
-        group = self._group
-        if group is None:
-            return
-        group.message_count += 1
-        group.drafting_us += nodes.worked_us
-        if nodes.is_detailed and nodes.nodes and len(group.messages) < ARRIVAL_COUNT_MAX:
-            assert self._choice is not None and self._choice.draft is not None
-            late_count = 0 if note is None else int(note.attributes["count"])
-            group.messages.append(DraftMessage.of(nodes, self.context.span_id, now_s))
-            group.note(arrival_event(nodes, late_count, self._choice.draft.link.stamps, now_s))
+        context = Trace(self.context.trace_id, drawn_span_id(), sampled=True)
+        self._group = RoundGroup(context, round_group_of(self.statistics.rounds), start_s, earlier)
 
     def _on_round(self, record: RoundRecord, is_last: bool) -> None:
         """A verdict is committed, and what follows it is not sent yet."""
@@ -177,15 +159,15 @@ class RequestTrace(RequestStatistics):
             self._note(Note("preempted by the target", {"times": record.step.preemptions}), end_s)
         group.records.append(record)
         if is_round_detailed(record.round_index):
-            self._record(round_spans(record, group, self.context.trace_id, choice.target.link.stamps))
-        self._sent_s, self._round_began_s, self._round_index = None, end_s, record.round_index + 1
-        if not is_last and begins_group(self._round_index):
+            self._record(round_spans(record, group, self._names, choice.target.link.stamps))
+        self._sent_s = None
+        if not is_last and begins_group(record.round_index + 1):
             self._end_group(group, end_s)
             self._begin_group(end_s)
 
     def _end_group(self, group: RoundGroup, end_s: float) -> None:
         parts = list(map(parts_of, group.records))
-        self._times = total((self._times, *parts))
+        self._times = self._times.plus(parts)
         drafting_s = min(group.drafting_us / 1e6, end_s - self._began_s - self._drafting_s)  # whatever the draft says
         self._drafting_s += drafting_s
         slow = slow_round_event(group.records)
@@ -217,11 +199,9 @@ class RequestTrace(RequestStatistics):
             return
         began_s, self._draft_lost_s = self._draft_lost_s, None
         self._draft_unavailable_s += now_s - began_s
-        said = {"error.type": DRAFT_LOST}
-        own = (self.context.trace_id, drawn_span_id(), self.context.span_id)
-        lost = Span(
-            "draft unavailable", *own, began_s, now_s, attributes=said, error=DRAFT_LOST, service=self._names.draft
-        )
+        more: dict[str, Any] = {"attributes": {"error.type": DRAFT_LOST}, "error": DRAFT_LOST}
+        names, more["service"] = self._names, self._names.draft
+        lost = names.span("draft unavailable", b"", names.root_id, began_s, now_s, **more)
         self._record((lost,))
 
     def finished(self, finished: Finished) -> None:
@@ -232,11 +212,8 @@ class RequestTrace(RequestStatistics):
             "gen_ai.usage.input_tokens": finished.prompt_tokens,
             "gen_ai.usage.output_tokens": finished.output_tokens,
             **{f"specdec.{name}": getattr(statistics, name) for name in TRACED},
-            "specdec.mean_acceptance_length": round(statistics.mean_acceptance_length, 4),
-            "specdec.draft_acceptance_rate": round(statistics.draft_acceptance_rate, 4),
+            **{f"specdec.{name}": round(getattr(statistics, name), digits) for name, digits in ROUNDED.items()},
             "specdec.time_to_first_token_ms": round(1000 * statistics.time_to_first_token_s, 3),
-            "specdec.predicted_tokens_per_s": round(statistics.predicted_tokens_per_s, 3),
-            "specdec.observed_tokens_per_s": round(statistics.observed_tokens_per_s, 3),
             "specdec.policy_reason": statistics.policy_reason,
         }
         self.left()
@@ -256,30 +233,29 @@ class RequestTrace(RequestStatistics):
         if group is None:
             return
         if self._sent_s is not None:
-            times_s = self._round_began_s, self._sent_s, now_s
-            self._record(unanswered_spans(group, self._round_index, times_s, self.context.trace_id, self._error))
-        self._end_group(group, max(now_s, self._round_began_s))
+            name = self.statistics.rounds, self._sent_s, now_s
+            self._record(unanswered_spans(*name, group, self._names, self._error))
+        self._end_group(group, max(now_s, group.round_began_s))
 
     def closed(self) -> None:
         super().closed()
         self.left()
         if not {"error.type", "gen_ai.response.finish_reasons"} & self._attributes.keys():
             self._attributes["specdec.cancelled"] = True
-        said = {**self._attributes, **milliseconds(self._times), **self._troubles()}
-        own = (self.context.trace_id, self.context.span_id, self._parent_id)
-        times = self._began_s, time.monotonic()
-        self._record((Span("Generate", *own, *times, SpanKind.SERVER, said, tuple(self._notes), error=self._error),))
+        said = {**self._attributes, **milliseconds(**self._times._asdict()), **self._troubles()}
+        more: dict[str, Any] = {"kind": SpanKind.SERVER, "attributes": said, "error": self._error}
+        ids, more["events"] = (self._names.root_id, self._parent_id), tuple(self._notes)
+        self._record((self._names.span("Generate", *ids, self._began_s, time.monotonic(), **more),))
 
     def _troubles(self) -> dict[str, AttributeValue]:
         """Returns attributes to search for: what happened to this request, where it did."""
-        troubles: dict[str, AttributeValue] = {
-            "specdec.draft_ms": round(1000 * self._drafting_s, 3),
-            "specdec.draft_lost": self._note_counts[DRAFT_LOST],
-            "specdec.draft_unavailable_ms": round(1000 * self._draft_unavailable_s, 3),
-            "specdec.policy_switches": self._note_counts[POLICY_SWITCHED],
-            "specdec.resumed": bool(self._attributes.get("specdec.resumed_tokens")),
-        }
-        return {name: value for name, value in troubles.items() if value}
+        return not_empty(
+            draft_ms=round(1000 * self._drafting_s, 3),
+            draft_lost=self._note_counts[DRAFT_LOST],
+            draft_unavailable_ms=round(1000 * self._draft_unavailable_s, 3),
+            policy_switches=self._note_counts[POLICY_SWITCHED],
+            resumed=bool(self._attributes.get("specdec.resumed_tokens")),
+        )
 
     def _observe(self, histogram: Histogram, value_s: float) -> None:
         histogram.add_traced(value_s, self.context.trace_id.hex(), time.time())

@@ -40,8 +40,8 @@ class Limits(NamedTuple):
 
 class Offer(NamedTuple):
     """The draft tokens of a verification, in depth-first order; `parents`: protocol.tree_shape. `guesses`: (proposer,
-    features) of each, of all proposers with that token there, the surest first; `names`: of each in the draft's tree, None
-    where it has no such node."""
+    features) of each, of all proposers with that token there, the surest first; `names`: (epoch, node_id) of each in
+    the draft's tree, None where it has no such node."""
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()

@@ -6,22 +6,28 @@ import pytest
 
 from specdec.coordinator.trace_rounds import (
     GROUP_ROUND_COUNT,
-    PARTS,
-    ROUND_GROUP,
+    DraftMessage,
+    Parts,
     RoundGroup,
+    TraceNames,
     begins_group,
     is_drafting_detailed,
     is_round_detailed,
     parts_of,
     round_group_of,
+    round_spans,
+    slow_round_event,
+    sum_spans,
 )
 from specdec.draft_service.drafter import DETAILED_STEP_COUNT_MAX
+from specdec.protocol.items import Trace
 from specdec.protocol.records import RoundRecord
+from specdec.rpc.stamps import Stamps
 from tests.support.records import round_record
 
 ROUND_SPANS = 7  # round, wait, verify on both sides, queue, forward, sampling
 PREFILL_SPANS = 7  # prefill, verify on both sides, queue, chunks, forward, sampling
-SUM_SPANS = len(PARTS) + 1  # and the draft's
+SUM_SPANS = len(Parts._fields) + 1  # and the draft's
 
 
 def most_spans(round_count: int) -> int:
@@ -77,35 +83,58 @@ def record(index: int, start_s: float, round_s: float) -> RoundRecord:
     )
 
 
+NAMES = TraceNames(bytes(15) + b"\1", bytes(7) + b"\1", "target", "draft")
+
+
+def group_of(records: list[RoundRecord]) -> RoundGroup:
+    """A round group with these rounds."""
+    return RoundGroup(Trace(NAMES.trace_id, bytes(7) + b"\2"), 1, records[0].times.start_s, records=records)
+
+
 def test_the_sums_fill_a_group_from_its_detailed_round_to_its_end():
     """Claim: the summed parts lie end to end from the end of the detailed round to the group's end, and each is the sum
     of its rounds' parts; the draft's run beside them. Conclusive: times are exact halves."""
     first = 1 + 2 * GROUP_ROUND_COUNT  # of a group that is not in detail, or is: both are tried
     for begin in (first, first + GROUP_ROUND_COUNT):
-        group = RoundGroup(ROUND_GROUP, 1.0, drafting_s=10.0)
-        for place in range(GROUP_ROUND_COUNT):
-            group.add(record(begin + place, 1.0 + place * 0.5, 0.5))
-        end_s = group.records[-1].times.end_s
-        skipped = int(is_round_detailed(begin))
-        sums = list(group.sums())
-        assert sums[0][:3] == ("draft", 1.0 + 0.5 * skipped, 11.0 + 0.5 * skipped)
+        group = group_of([record(begin + place, 1.0 + place * 0.5, 0.5) for place in range(GROUP_ROUND_COUNT)])
+        skipped, parts = int(is_round_detailed(begin)), list(map(parts_of, group.records))
+        drafting, *sums = sum_spans(group, parts, 10.0, NAMES)
         at_s = 1.0 + 0.5 * skipped
-        for (name, start_s, stop_s, count), part in zip(sums[1:], PARTS, strict=True):
-            expected_s = sum(parts_of(own)[PARTS.index(part)] for own in group.records[skipped:])
-            assert name == part and count == GROUP_ROUND_COUNT - skipped
-            assert (start_s, stop_s - start_s) == (pytest.approx(at_s), pytest.approx(expected_s))
-            at_s = stop_s
-        assert at_s == pytest.approx(end_s)
+        assert (drafting.name, drafting.service) == ("draft, summed", "draft")
+        assert (drafting.start_s, drafting.end_s) == (at_s, at_s + 10.0)
+        for span, part in zip(sums, Parts._fields, strict=True):
+            expected_s = sum(getattr(own, part) for own in parts[skipped:])
+            assert span.name == f"{part}, summed" and span.parent_id == group.span_id
+            assert span.service == ("target" if part in ("queue", "forward", "sampling") else "")
+            assert span.attributes["specdec.rounds"] == GROUP_ROUND_COUNT - skipped
+            assert (span.start_s, span.end_s - span.start_s) == (pytest.approx(at_s), pytest.approx(expected_s))
+            at_s = span.end_s
+        assert at_s == pytest.approx(group.records[-1].times.end_s)
 
 
 def test_a_slow_round_is_an_event_with_its_largest_part():
     """Claim: a round of more than three times its group's mean is an event that says so, and others are none."""
-    group = RoundGroup(ROUND_GROUP, 0.0)
-    for index in range(4, 14):
-        group.add(record(index, 0.1 * index, 0.1))
-    assert not group.note_slow_round()
-    group.add(record(14, 1.4, 1.0))
-    assert group.note_slow_round()
-    (event,) = [event for event in group if event.name == "slow round"]
+    records = [record(index, 0.1 * index, 0.1) for index in range(4, 14)]
+    assert slow_round_event(records) is None
+    event = slow_round_event([*records, record(14, 1.4, 1.0)])
+    assert event is not None and event.name == "slow round"
     assert (event.attributes["specdec.round"], event.attributes["specdec.part"]) == (14, "forward")
     assert event.attributes["specdec.part_ms"] == 400.0
+
+
+def test_a_round_links_to_the_messages_that_brought_its_tokens():
+    """Claim: a round in detail has a link to each message with a token that it offered, of this group and the one
+    before, with how many it offered and how many of them were accepted; tokens of other proposers and of messages
+    without a span count for none. A name that two messages have is the later one's. Conclusive: every offered token is
+    one of these kinds, and the counts are known."""
+    messages = [
+        DraftMessage(b"a", 1.0, frozenset({(1, 1), (1, 2)}), 0),
+        DraftMessage(b"b", 1.5, frozenset({(1, 2), (1, 3)}), 0),
+        DraftMessage(b"c", 1.75, frozenset({(2, 1)}), 0),
+    ]
+    names = ((1, 1), None, (1, 2), (9, 9), (1, 3))
+    own = round_record(1, names=names, accepted=(0, 1, 2), sent_s=2.0, end_s=3.0)
+    group = RoundGroup(Trace(NAMES.trace_id, bytes(7) + b"\2"), 1, 0.0, messages[:1], [own], messages[1:])
+    (span,) = [span for span in round_spans(own, group, NAMES, Stamps()) if span.name == "round"]
+    found = [(link.span_id, *link.attributes.values()) for link in span.links]
+    assert found == [(b"a", 1000.0, 1, 1), (b"b", 500.0, 2, 1)]
