@@ -115,7 +115,7 @@ def step(trace: RequestStatistics, session: Session, event: Event) -> None:
     ready = session.step(event)
     trace.on_step(event, ready, time.monotonic())
     for item in ready.to_target:
-        trace.context_of(item)
+        trace.in_context(item)
 
 
 def counting_us() -> dict[str, float]:

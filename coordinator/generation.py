@@ -17,17 +17,7 @@ from specdec.coordinator.recording import Recorder
 from specdec.coordinator.statistics import RequestStatistics
 from specdec.errors import CacheExhausted, InvalidRequest, NumericsError, ReplicaUnavailable, SpecdecError
 from specdec.protocol import events
-from specdec.protocol.items import (
-    NO_TRACE,
-    Close,
-    DraftItem,
-    Extend,
-    Failure,
-    Nodes,
-    TargetItem,
-    VerificationResult,
-    within,
-)
+from specdec.protocol.items import Failure, Nodes, VerificationResult
 from specdec.protocol.records import RoundRecord, RoundTimes
 from specdec.protocol.rejection import conclude, logprobs_of
 from specdec.protocol.report import Delta, Event, Finished, Started
@@ -95,7 +85,6 @@ class Generation:
         for peer in (self._target, self._draft):
             if peer is not None:
                 peer.detach(self._session.number)
-        self._request.left()
 
     async def next_event(self) -> Event:
         """Returns started, then deltas, then finished, each once. Raises the error that ended the generation."""
@@ -186,9 +175,9 @@ class Generation:
         self._request.on_step(event, ready, now_s)
         if draft is not None:
             for item in ready.to_draft:
-                statistics.draft_link_bytes += draft.send(self._in_context(item))
+                statistics.draft_link_bytes += draft.send(self._request.in_context(item))
         for asked in ready.to_target:
-            statistics.target_link_bytes += target.send(self._in_context(asked))
+            statistics.target_link_bytes += target.send(self._request.in_context(asked))
         if ready.wait is not None:
             self._wait_began_s = now_s
             expired = events.WaitExpired(ready.wait.wait_index)
@@ -202,10 +191,6 @@ class Generation:
             self._wait_began_s = 0.0
             self._stop_timer()
         self._sent_s = self._sent_s or now_s
-
-    def _in_context(self, item: TargetItem | DraftItem) -> TargetItem | DraftItem:
-        context = self._request.context_of(item)
-        return item if context is NO_TRACE or isinstance(item, (Extend, Close)) else within(item, context)
 
     def _stop_timer(self) -> None:
         """The wait is over: its timer must not hold this generation any longer; idempotent."""

@@ -12,7 +12,7 @@ import threading
 from specdec.coordinator.fleet import Choice
 from specdec.errors import SpecdecError
 from specdec.protocol.events import Event, FromDraft, Ready, WaitExpired
-from specdec.protocol.items import NO_TRACE, DraftItem, Failure, Nodes, Open, TargetItem, Trace
+from specdec.protocol.items import DraftItem, Failure, Nodes, Open, TargetItem, Trace, within
 from specdec.protocol.report import Finished, Started, Statistics
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.types import FinishReason
@@ -77,9 +77,9 @@ class RequestStatistics:
         self.outcome = ""  # one of OUTCOMES; empty before the end
         self._metrics = metrics
 
-    def context_of(self, item: TargetItem | DraftItem) -> Trace:
-        """Returns the trace context that an item of its generation is sent in."""
-        return self.context if isinstance(item, Open) else NO_TRACE
+    def in_context(self, item: TargetItem | DraftItem) -> TargetItem | DraftItem:
+        """Returns an item of its generation with the trace context that it is sent in."""
+        return within(item, self.context) if isinstance(item, Open) else item
 
     def admitted(self, request: GenerationRequest, started: Started, choice: Choice) -> None:
         """The request passed validation, and got this choice; its generation is about to begin."""
@@ -111,9 +111,6 @@ class RequestStatistics:
     def failed(self, error: SpecdecError) -> None:
         """The request was refused, or its generation failed."""
         self._end(error.reason if error.reason in OUTCOMES else SpecdecError.reason)
-
-    def left(self) -> None:
-        """The session is closed on all sides."""
 
     def closed(self) -> None:
         """The call is over: without an outcome until now, its client has disconnected."""

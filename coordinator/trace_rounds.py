@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from specdec.protocol.items import NO_TRACE, Nodes, Trace
+from specdec.protocol.items import Nodes, Trace
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import Proposer, TokenKind
 from specdec.rpc.stamps import Stamps
@@ -252,10 +252,6 @@ class RoundGroup:
             return self.context
         own_id = derived_span_id(self.span_id, "round") if round_index else self.span_id
         return Trace(self.context.trace_id, own_id, sampled=True, detailed=True)
-
-    def commit_context(self, round_index: int) -> Trace:
-        """Returns the context of a commit before a round: this span, where the draft's next steps are in detail."""
-        return replace(self.context, detailed=True) if is_drafting_detailed(round_index) else NO_TRACE
 
 
 def links_of(record: RoundRecord, messages: Sequence[DraftMessage], trace_id: bytes) -> Iterator[SpanLink]:

@@ -3,7 +3,7 @@
 `Generate` is the root; below it the prefill and groups of rounds, below those detailed rounds, draft steps, and the
 summed parts of the other rounds, which cost next to nothing. Sums of a replica's work are recorded here in its name:
 its answers have the times, and only here it is known which rounds lie beside them. Whether a request is recorded is
-decided once, at its arrival (`open_request`); the trace contexts of its items (`context_of`) pass the decision to the
+decided once, at its arrival (`open_request`); the trace contexts of its items (`in_context`) pass the decision to the
 replicas. Nothing here affects the text, and the session knows nothing of it.
 
 Attribute names: `gen_ai.*` as in OpenTelemetry, all others under `specdec.*`. Never prompts, texts, token ids, stop
@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from specdec.coordinator.fleet import Choice
@@ -27,6 +28,7 @@ from specdec.coordinator.trace_rounds import (
     TraceNames,
     begins_group,
     group_spans,
+    is_drafting_detailed,
     is_round_detailed,
     milliseconds,
     not_empty,
@@ -38,7 +40,7 @@ from specdec.coordinator.trace_rounds import (
 )
 from specdec.errors import SpecdecError
 from specdec.protocol.events import Concluded, Event, FromDraft, Note, Ready, TargetFound
-from specdec.protocol.items import Commit, DraftItem, Nodes, TargetItem, Trace, Verification
+from specdec.protocol.items import Commit, DraftItem, Nodes, TargetItem, Trace, Verification, within
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.report import TRACED, Finished, Started
 from specdec.protocol.request import GenerationRequest
@@ -91,7 +93,6 @@ class RequestTrace(RequestStatistics):
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": "specdec",
         }
-        self._notes: list[SpanEvent] = []  # outside the groups
         self._note_counts: Counter[str] = Counter()
         self._draft_lost_s: float | None = None  # None: it was not lost, or is back
         self._draft_unavailable_s = self._drafting_s = 0.0
@@ -102,13 +103,13 @@ class RequestTrace(RequestStatistics):
         self._names = TraceNames(context.trace_id, context.span_id, draft=DRAFT_SERVICE)  # a lost draft keeps its own
         self._sent_s: float | None = None  # None: nothing is in flight
 
-    def context_of(self, item: TargetItem | DraftItem) -> Trace:
+    def in_context(self, item: TargetItem | DraftItem) -> TargetItem | DraftItem:
         group = self._group
         if isinstance(item, Verification) and group is not None:
-            return group.context_of(item.round_index)
-        if isinstance(item, Commit) and group is not None:
-            return group.commit_context(self.statistics.rounds)
-        return super().context_of(item)
+            return within(item, group.context_of(item.round_index))
+        if isinstance(item, Commit) and group is not None and is_drafting_detailed(self.statistics.rounds):
+            return within(item, replace(group.context, detailed=True))
+        return super().in_context(item)
 
     def admitted(self, request: GenerationRequest, started: Started, choice: Choice) -> None:
         super().admitted(request, started, choice)
@@ -178,9 +179,9 @@ class RequestTrace(RequestStatistics):
 
     def _note(self, note: Note, now_s: float) -> None:
         """Records an event outside the rounds."""
-        said = {f"specdec.{key}": value for key, value in note.attributes.items()}
-        add = self._notes.append if self._group is None else self._group.note
-        add(SpanEvent(note.name, now_s, said))
+        if self._group is not None:
+            said = {f"specdec.{key}": value for key, value in note.attributes.items()}
+            self._group.note(SpanEvent(note.name, now_s, said))
         self._note_counts[note.name] += 1
         if note.name == DRAFT_LOST:
             self._draft_lost_s = now_s
@@ -216,7 +217,7 @@ class RequestTrace(RequestStatistics):
             "specdec.time_to_first_token_ms": round(1000 * statistics.time_to_first_token_s, 3),
             "specdec.policy_reason": statistics.policy_reason,
         }
-        self.left()
+        self._leave_group()
 
     def failed(self, error: SpecdecError) -> None:
         """Records the error's reason and code on the root; its message may quote the user's text and is left out."""
@@ -225,7 +226,7 @@ class RequestTrace(RequestStatistics):
         self._attributes |= {"error.type": error.reason, "rpc.grpc.status_code": code.value[0]}
         self._error = error.reason if code.name in FAULTS else ""
 
-    def left(self) -> None:
+    def _leave_group(self) -> None:
         """Ends the current group, with the verification in flight if there is one: its answer will not be handled."""
         group, self._group = self._group, None
         now_s = time.monotonic()
@@ -239,12 +240,12 @@ class RequestTrace(RequestStatistics):
 
     def closed(self) -> None:
         super().closed()
-        self.left()
+        self._leave_group()
         if not {"error.type", "gen_ai.response.finish_reasons"} & self._attributes.keys():
             self._attributes["specdec.cancelled"] = True
         said = {**self._attributes, **milliseconds(**self._times._asdict()), **self._troubles()}
         more: dict[str, Any] = {"kind": SpanKind.SERVER, "attributes": said, "error": self._error}
-        ids, more["events"] = (self._names.root_id, self._parent_id), tuple(self._notes)
+        ids = self._names.root_id, self._parent_id
         self._record((self._names.span("Generate", *ids, self._began_s, time.monotonic(), **more),))
 
     def _troubles(self) -> dict[str, AttributeValue]:
