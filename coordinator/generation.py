@@ -48,9 +48,8 @@ class Generation:
         self._fleet = fleet
         self._request = request
         self._loop = asyncio.get_running_loop()
-        self._verdict_s = time.monotonic()
-        self._sent_s = self._wait_began_s = 0.0  # of the verification in flight, for the first time; 0: neither
-        self._waited_s = 0.0  # for draft tokens, since the last verdict
+        self._times = RoundTimes(time.monotonic())  # of the round under way; `sent_s` is of the first time
+        self._wait_began_s = 0.0  # 0: it does not wait
         self._wait_timer: asyncio.TimerHandle | None = None
         self.names = {"trace_id": request.context.trace_id.hex(), "session": session.number}  # in logs
         self._undelivered: deque[Event | SpecdecError] = deque([started])
@@ -145,9 +144,8 @@ class Generation:
             raise ReplicaUnavailable(f"the target sent a malformed answer; {self._how_to_resume()}") from None
         tokens = (*map(flying.draft_token_ids.__getitem__, verdict.accepted), verdict.next_token_id)
         appended = self._output.append(tokens)
-        sent_s = self._sent_s
-        times = RoundTimes(self._verdict_s, time.monotonic(), self._waited_s, answered_s - sent_s, sent_s)
-        self._verdict_s, self._waited_s, self._sent_s = times.end_s, 0.0, 0.0
+        times = self._times._replace(end_s=time.monotonic(), round_trip_s=answered_s - self._times.sent_s)
+        self._times = RoundTimes(times.end_s)
         kept, ends = tokens[: appended.kept_count], appended.ending is not None
         return events.Concluded(verdict, answer, kept, ends, times), appended
 
@@ -186,11 +184,12 @@ class Generation:
 
     def _on_sent(self, now_s: float) -> None:
         """A verification is sent: a wait is over, and its round trip begins, unless it is sent again."""
+        wait_s = self._times.wait_s
         if self._wait_began_s:
-            self._waited_s += now_s - self._wait_began_s
+            wait_s += now_s - self._wait_began_s
             self._wait_began_s = 0.0
             self._stop_timer()
-        self._sent_s = self._sent_s or now_s
+        self._times = self._times._replace(wait_s=wait_s, sent_s=self._times.sent_s or now_s)
 
     def _stop_timer(self) -> None:
         """The wait is over: its timer must not hold this generation any longer; idempotent."""
