@@ -19,6 +19,7 @@ from specdec.protocol.events import (
     End,
     FromDraft,
     FromTarget,
+    Note,
     Ready,
     TargetFound,
     TargetLost,
@@ -347,6 +348,40 @@ def test_a_commit_tells_the_length_that_the_plan_waits_for():
         session.plan = replace(session.plan, wait_length=wait_length)
         commits = [item for item in session.step(DraftFound()).to_draft if isinstance(item, Commit)]
         assert [commit.wait_length for commit in commits] == [wait_length]
+
+
+def test_a_record_names_the_draft_tokens_and_a_note_the_late_ones():
+    """Claim: a record has the draft's names of the offered tokens, and the places of the committed ones; nodes off the
+    committed path are counted in a note, others are in none. Conclusive: the draft's answers are known, one of two
+    tokens is accepted, and of the two nodes sent for the other path both are late."""
+    session = make_session(draft_length=2)
+    begun = begin(session)
+    session.step(DraftFound())
+    assert session.step(FromDraft(nodes_of(session, 9, 8, 7))).note is None
+    ready = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), (9,)))
+    assert (ready.record.tree.names, ready.record.tree.accepted, ready.note) == ((), (), None)
+    (sent,) = ready.to_target
+    assert sent.draft_token_ids == (8, 7)
+    length = len(session.committed)
+    record = session.step(Concluded(Verdict((0,), 6, TokenKind.RECOVERED), output_for(sent, 8, 6), (8, 6))).record
+    assert (record.tree.names, record.tree.accepted) == (((1, 2), (1, 3)), (0,))
+    late = Nodes(1, session.draft_incarnation, 1, length - 1, (DraftNode(4, 3, 5, True), DraftNode(5, 4, 5, True)))
+    assert session.step(FromDraft(late)).note == Note("draft tokens late", {"count": 2})
+
+
+def test_a_policy_that_switches_is_noted_with_its_round():
+    """Claim: the step that commits a round has a note if the policy speculates from the next round on and did not, or
+    the other way round; none while it stays as it is, and also where the text ends. Conclusive: the flag is set by
+    hand."""
+    session = make_session(draft_length=0)
+    for is_speculating, ends in ((True, False), (True, False), (False, True)):
+        flying = session.in_flight or begin(session)
+        session.policy.is_speculating, was_speculating = is_speculating, session.is_speculating
+        ready = session.step(Concluded(Verdict((), 9, TokenKind.BONUS), output_for(flying, 9), (9,), ends))
+        said = {"speculating": is_speculating, "why": session.policy.prediction.reason, "round": session.round_index}
+        assert ready.note == (None if is_speculating == was_speculating else Note("policy switched", said))
+        assert ready.record.is_speculating == was_speculating
+    assert session.finished and not is_speculating
 
 
 def test_malformed_nodes_are_dropped_from_the_first_on_and_pause_drafting():
