@@ -2,7 +2,7 @@
 
 A detailed round is up to seven spans in two services, and the draft steps before it one each: the prefill, then the
 first round of some groups. All others are events of their group and, summed, one span for each part of their time
-(`sums`), laid end to end behind the detailed round: the spans of a group cover its time once, so views that add up
+(`sum_spans`), laid end to end behind the detailed round: the spans of a group cover its time once, so views that add up
 spans give the shares of the statistics. Spans are a function of records and notes alone. Records become events only
 when the span is sent, by the thread that sends it.
 """

@@ -52,9 +52,6 @@ from specdec.telemetry.tracing import Tracing
 
 DRAFT_SERVICE = "specdec-draft"  # the name of a draft whose own is unknown
 DRAFT_LOST, DRAFT_CONNECTED, POLICY_SWITCHED = "draft lost", "draft connected", "policy switched"  # events
-# Digits of further statistics on the root.
-ROUNDED = {"mean_acceptance_length": 4, "draft_acceptance_rate": 4, "predicted_tokens_per_s": 3}
-ROUNDED["observed_tokens_per_s"] = 3
 # Codes that are this side's failure, not a refusal, as OpenTelemetry defines for servers.
 FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
@@ -213,8 +210,11 @@ class RequestTrace(RequestStatistics):
             "gen_ai.usage.input_tokens": finished.prompt_tokens,
             "gen_ai.usage.output_tokens": finished.output_tokens,
             **{f"specdec.{name}": getattr(statistics, name) for name in TRACED},
-            **{f"specdec.{name}": round(getattr(statistics, name), digits) for name, digits in ROUNDED.items()},
+            "specdec.mean_acceptance_length": round(statistics.mean_acceptance_length, 4),
+            "specdec.draft_acceptance_rate": round(statistics.draft_acceptance_rate, 4),
             "specdec.time_to_first_token_ms": round(1000 * statistics.time_to_first_token_s, 3),
+            "specdec.predicted_tokens_per_s": round(statistics.predicted_tokens_per_s, 3),
+            "specdec.observed_tokens_per_s": round(statistics.observed_tokens_per_s, 3),
             "specdec.policy_reason": statistics.policy_reason,
         }
         self._leave_group()

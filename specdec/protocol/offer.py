@@ -166,27 +166,32 @@ def _tree(root: TreeNode, runs: Sequence[Run], rule: Rule, limits: Limits, calib
 
 def _children(node: _Node, rule: Rule, siblings: int, calibration: Calibration) -> Iterator[_Node]:
     """Yields the possible tokens after a node, each unlike those before: by falling probability, those drawn in the
-    order of their draws."""
-    found: list[_Node] = []
+    order of their draws. What several proposers guess is one node of all; under REJECTION a drawn token is its own."""
+    found: dict[int, _Node] = {}
+    drawn: list[_Node] = []
     remote = node.remote
+
+    def guess(token_id: int, proposer: Proposer, features: Hashable, prior: float) -> None:
+        own = found.get(token_id)
+        if own is None:
+            own = found[token_id] = _Node(token_id, 0.0, [], None, [])
+        own.add(calibration.probability(features, prior), proposer, features)
+
     for run, place in node.runs:
         if place < len(run.token_ids):
-            features, prior = run_features(run, place, rule)
-            probability = calibration.probability(features, prior)
-            _file(found, run.token_ids[place], probability, run.proposer, features)
+            guess(run.token_ids[place], run.proposer, *run_features(run, place, rule))
     if rule is Rule.REJECTION:
-        for own in found:
+        for own in found.values():
             own.draft_probs = point_mass(own.token_id)
-        drawn = _drawn(remote, siblings, calibration) if remote is not None else []
-        found = _by_probability([*found, *drawn])
+        drawn = _drawn(remote, siblings, calibration)
     else:
-        for child in _guessed(remote, siblings) if remote is not None else ():
-            features, prior = node_features(rule, child)
-            probability = calibration.probability(features, prior)
-            _file(found, child.token_id, probability, Proposer.DRAFT, features)
-        found = _by_probability(found)
+        for child in _guessed(remote, siblings):
+            guess(child.token_id, Proposer.DRAFT, *node_features(rule, child))
+    nodes = [*found.values(), *drawn]
     taken: set[int] = set()
-    for own in found:
+    if len(nodes) > 1:
+        nodes.sort(key=lambda own: -own.own)  # equal ones keep their order
+    for own in nodes:
         if own.token_id not in taken:
             taken.add(own.token_id)
             own.remote = None if remote is None else _remote_below(remote, own, rule)
@@ -206,44 +211,29 @@ def _remote_below(remote: TreeNode, node: _Node, rule: Rule) -> TreeNode | None:
     return remote.children.get(node.token_id)
 
 
-def _file(found: list[_Node], token_id: int, probability: float, proposer: Proposer, features: Hashable) -> None:
-    """Adds a guess; one more of a token that another proposer named makes it one node of both."""
-    own = next((node for node in found if node.token_id == token_id), None)
-    if own is None:
-        own = _Node(token_id, 0.0, [], None, [])
-        found.append(own)
-    own.add(probability, proposer, features)
-
-
-def _guessed(remote: TreeNode, siblings: int) -> list[TreeNode]:
+def _guessed(remote: TreeNode | None, siblings: int) -> list[TreeNode]:
     """Returns the draft's children of a node that may be offered under GREEDY and COUPLED."""
-    if remote.proposal is None:
+    if remote is None or remote.proposal is None:
         return []
-    if not siblings:
-        return [remote.proposal]
-    return [remote.proposal, *(child for child in remote.children.values() if child is not remote.proposal)]
+    others = remote.children.values() if siblings else ()
+    return [remote.proposal, *(child for child in others if child is not remote.proposal)]
 
 
-def _drawn(remote: TreeNode, siblings: int, calibration: Calibration) -> list[_Node]:
+def _drawn(remote: TreeNode | None, siblings: int, calibration: Calibration) -> list[_Node]:
     """Returns the tokens drawn for a node, in order, no later one likelier than one before it. If the likeliest token
     was drawn and is refused, the target has little use for the others: so the next one's estimate knows of it."""
+    if remote is None or remote.draft_probs is None:
+        return []
     nodes: list[_Node] = []
-    probs = remote.draft_probs
-    if probs is None:
-        return nodes
-    most, likeliest = 1.0, probs.token_ids[probs.weights.index(max(probs.weights))]
     before: set[int] = set()
+    probs = remote.draft_probs
+    most, likeliest = 1.0, probs.token_ids[probs.weights.index(max(probs.weights))]
     for rank, child in enumerate(remote.drawn[: 1 + siblings]):
         features, prior = drawn_features(probs, rank, likeliest in before)
         most = min(most, calibration.probability(features, prior))
         nodes.append(_Node(child.token_id, most, [(most, Proposer.DRAFT, features)], None, [], probs))
         before.add(child.token_id)
     return nodes
-
-
-def _by_probability(nodes: list[_Node]) -> list[_Node]:
-    """Returns the nodes by falling probability; equal ones keep their order."""
-    return nodes if len(nodes) < 2 else sorted(nodes, key=lambda node: -node.own)
 
 
 def run_features(run: Run, place: int, rule: Rule) -> tuple[Hashable, float]:
@@ -292,5 +282,5 @@ def _in_order(top: _Node, rule: Rule) -> Offer:
         () if is_chain else tuple(parents),
         tuple(node.draft_probs for node in nodes if node.draft_probs) if rule is Rule.REJECTION else (),
         tuple(tuple((proposer, features) for _, proposer, features in node.guesses) for node in nodes),
-        tuple(None if node.remote is None else node.remote.name for node in nodes),
+        tuple([None if node.remote is None else node.remote.name for node in nodes]),
     )

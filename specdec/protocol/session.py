@@ -254,8 +254,8 @@ class Session:
         return self._verify_when_ready(Ready(self._commit_to_draft(), record=record, note=note))
 
     def _policy_switched(self) -> Note:
-        said = {"speculating": self.is_speculating, "why": self.policy.prediction.reason, "round": self.round_index}
-        return Note("policy switched", said)
+        why = self.policy.prediction.reason
+        return Note("policy switched", {"speculating": self.is_speculating, "why": why, "round": self.round_index})
 
     def _commit(self, tokens: tuple[int, ...], flying: Verification) -> bool:
         """Commits the tokens of the round in flight; returns whether the last was in the tree."""
