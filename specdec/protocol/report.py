@@ -209,7 +209,7 @@ class Statistics:
         self.cached_prompt_tokens = min(UINT32_MAX, self.cached_prompt_tokens + step.cached_prompt_tokens)
         self.preemptions = min(UINT32_MAX, self.preemptions + step.preemptions)
         self.draft_wait_s += summable_s(times.wait_s)
-        self.target_queue_s += summable_s(max(0.0, server_share_s - step.step_s))
+        self.target_queue_s += summable_s(record.server_wait_s)
         self.target_forward_s += summable_s(step.forward_s)
         self.target_sampling_s += summable_s(step.sampling_s)
         self.target_link_s += summable_s(times.round_trip_s - server_share_s)
