@@ -184,10 +184,12 @@ class DraftMessage(NamedTuple):
 
 
 class TraceNames(NamedTuple):
-    """What the spans of one request name: its trace, its root, and the services of target and draft."""
+    """What the spans of one request name: its trace, its root and that one's parent, the services of target and draft;
+    of a lost draft too."""
 
     trace_id: bytes
     root_id: bytes
+    parent_id: bytes = b""
     target: str = ""
     draft: str = ""
 

@@ -83,7 +83,6 @@ class RequestTrace(RequestStatistics):
     ) -> None:
         super().__init__(metrics, context, request_id)
         self._tracing = tracing
-        self._parent_id = parent_id
         self._offset_ns = wall_offset_ns()
         self._began_s = time.monotonic()
         self._attributes: dict[str, AttributeValue] = {
@@ -97,7 +96,7 @@ class RequestTrace(RequestStatistics):
         self._error = ""
         self._group: RoundGroup | None = None
         self._choice: Choice | None = None  # None before it is made
-        self._names = TraceNames(context.trace_id, context.span_id, draft=DRAFT_SERVICE)  # a lost draft keeps its own
+        self._names = TraceNames(context.trace_id, context.span_id, parent_id, draft=DRAFT_SERVICE)
         self._sent_s: float | None = None  # None: nothing is in flight
 
     def in_context(self, item: TargetItem | DraftItem) -> TargetItem | DraftItem:
@@ -245,7 +244,7 @@ class RequestTrace(RequestStatistics):
             self._attributes["specdec.cancelled"] = True
         said = {**self._attributes, **milliseconds(**self._times._asdict()), **self._troubles()}
         more: dict[str, Any] = {"kind": SpanKind.SERVER, "attributes": said, "error": self._error}
-        ids = self._names.root_id, self._parent_id
+        ids = self._names.root_id, self._names.parent_id
         self._record((self._names.span("Generate", *ids, self._began_s, time.monotonic(), **more),))
 
     def _troubles(self) -> dict[str, AttributeValue]:

@@ -182,14 +182,12 @@ class Statistics:
     target_link_s: float = summed("specdec_round_time_seconds", label=("part", "target_link"))
     acceptance_histogram: list[int] = field(default_factory=list)
     predicted_tokens_per_s: float = 0.0
-    observed_tokens_per_s: float = 0.0
     policy_reason: str = ""
     rule: Rule = Rule.GREEDY
     rule_reason: str = ""
     time_to_first_token_s: float = 0.0
     total_s: float = 0.0
-    began_s: float = 0.0  # by the monotonic clock; like `follows_branch_hit`, no statistic
-    follows_branch_hit: bool = False
+    follows_branch_hit: bool = False  # no statistic
 
     def on_nodes(self, nodes: Nodes) -> None:
         """Counts the nodes of one draft step."""
@@ -213,10 +211,9 @@ class Statistics:
         self.target_forward_s += summable_s(step.forward_s)
         self.target_sampling_s += summable_s(step.sampling_s)
         self.target_link_s += summable_s(times.round_trip_s - server_share_s)
+        self.total_s += times.round_s
         if self.rounds == 1:
-            self.began_s = times.start_s
             self.time_to_first_token_s = times.round_s
-        self.total_s = times.end_s - self.began_s
         self.num_rounds_off += not record.is_speculating
         if self.follows_branch_hit:
             self.num_branch_tokens_accepted += tokens.accepted_count
@@ -246,12 +243,10 @@ class Statistics:
                 setattr(self, name, getattr(self, name) + proposers.count(proposer))
 
     def conclude(self, prediction: Prediction) -> None:
-        """Sets what the policy says at the end, and the observed rate of the stream, from its first token on."""
+        """Sets what the policy says at the end."""
         self.predicted_tokens_per_s, self.policy_reason = prediction.tokens_per_s or 0.0, prediction.reason
         self.num_rounds_exploring = prediction.num_rounds_exploring
         self.exploration_loss_s = prediction.exploration_loss_s
-        seconds = self.total_s - self.time_to_first_token_s
-        self.observed_tokens_per_s = (self.output_tokens - 1) / seconds if seconds > 0 else 0.0
 
     def add(self, other: Statistics) -> None:
         """Adds the summable statistics of another stream."""
@@ -259,6 +254,12 @@ class Statistics:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         both = zip_longest(self.acceptance_histogram, list(other.acceptance_histogram), fillvalue=0)
         self.acceptance_histogram = list(map(sum, both))
+
+    @property
+    def observed_tokens_per_s(self) -> float:
+        """The rate of the stream from its first token on; 0 before the second."""
+        seconds = self.total_s - self.time_to_first_token_s
+        return (self.output_tokens - 1) / seconds if seconds > 0 else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:

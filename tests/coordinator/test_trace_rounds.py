@@ -83,7 +83,7 @@ def record(index: int, start_s: float, round_s: float) -> RoundRecord:
     )
 
 
-NAMES = TraceNames(bytes(15) + b"\1", bytes(7) + b"\1", "target", "draft")
+NAMES = TraceNames(bytes(15) + b"\1", bytes(7) + b"\1", b"", "target", "draft")
 
 
 def group_of(records: list[RoundRecord]) -> RoundGroup:
