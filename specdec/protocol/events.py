@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from specdec.protocol.items import DraftAnswer, DraftItem, TargetAnswer, TargetItem, VerificationResult
@@ -92,3 +93,9 @@ class Ready(NamedTuple):
 
 
 NOTHING_READY = Ready()
+
+
+@lru_cache(64)  # after every miss some are late
+def noting_late(count: int) -> Ready:
+    """Returns a note of draft tokens that came too late; nothing for none."""
+    return Ready(note=Note("draft tokens late", {"count": count})) if count else NOTHING_READY

@@ -27,6 +27,7 @@ from specdec.protocol.events import (
     TargetLost,
     Wait,
     WaitExpired,
+    noting_late,
 )
 from specdec.protocol.items import (
     NO_TRACE,
@@ -200,7 +201,7 @@ class Session:
             return self._pause_draft()
         self._draft_resend_count = 0
         self._draft(DraftEvent.NODES)
-        ready = Ready(note=Note("draft tokens late", {"count": late_count})) if late_count else NOTHING_READY
+        ready = noting_late(late_count)
         return self._verify_when_ready(ready) if self.waiting else ready
 
     def _draft(self, event: DraftEvent) -> None:
