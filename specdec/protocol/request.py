@@ -151,7 +151,7 @@ class GenerationRequest:
     @property
     def withheld_proposers(self) -> frozenset[Proposer]:
         """Proposers whose guesses the client may not see: rounds have the tokens that were not accepted too, and those
-        of SUFFIX are texts of whoever has the same salt, without one of everybody."""
+        of SUFFIX are texts of all clients with the same salt, without one of all others."""
         is_common = self.speculative.report_rounds and not self.cache_salt
         return frozenset({Proposer.SUFFIX}) if is_common else frozenset()
 
