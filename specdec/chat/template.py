@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.chat.messages import Message, cut_to_continue, for_template, in_hermes_form, marked_to_continue, size_of
-from specdec.chat.rendering import INPUT_BYTES_MAX, RenderingProcess
+from specdec.chat.rendering import RenderingProcess
 from specdec.chat.special_tokens import NAMES, read_present, special_tokens_of
 from specdec.errors import ConfigError, ModelRefused
 from specdec.folders import has_file, read_text
@@ -106,9 +106,7 @@ class ChatTemplate:
             return self.for_tools.render(messages, tools, kwargs, add_generation_prompt, continue_final_message)
         if add_generation_prompt and continue_final_message:
             raise ConfigError("add_generation_prompt and continue_final_message exclude each other")
-        size = size_of([messages, tools, kwargs])
-        if size > INPUT_BYTES_MAX:
-            raise ConfigError(f"the conversation and its tools have {size} bytes; at most {INPUT_BYTES_MAX} are taken")
+        size_of([messages, tools, kwargs])
         self._check_names(kwargs or {})
         taken = for_template(messages, DEVELOPER.search(self.source) is not None, lambda: self._takes_parts)
         if "tools" not in self.variables:
