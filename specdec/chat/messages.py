@@ -90,7 +90,9 @@ def content_of(place: str, content: Any, takes_parts: Callable[[], bool]) -> str
 
 def call_of(place: str, call: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an earlier call with its arguments as an object; empty ones are {}."""
-    function = dict(call["function"])
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"{place} has no name")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
@@ -100,7 +102,7 @@ def call_of(place: str, call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"{place}.arguments is not the text of a JSON object")
     size_of(arguments)
-    return {**call, "function": function | {"arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def refuse_constant(name: str) -> NoReturn:

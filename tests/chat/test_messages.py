@@ -49,6 +49,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         f"more than {DEPTH_MAX} levels",
         {"messages": with_arguments(json.dumps({"a": deep(DEPTH_MAX)}))},
     ),
+    "a call without a name": (
+        r"messages\[0\].tool_calls\[1\].function has no name",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, {"type": "function"}]}]},
+    ),
     "an image": (
         r"messages\[0\].content\[1\]: its type is 'image_url'; it must be 'text'",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},

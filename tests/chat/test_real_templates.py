@@ -20,9 +20,10 @@ from specdec.chat.template import ChatTemplate
 from specdec.errors import ConfigError
 from tests.support.services import MODELS
 
-TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
-NAMES = [file.stem for file in TEMPLATES]
-WITH_TOOLS = set(NAMES) - {"deepseekv3", "gemma", "gemma3", "llama3", "phi3_5"}
+SMOLLM2 = MODELS / "smollm2-draft" / "chat_template.jinja"
+TEMPLATES = [*sorted((Path(__file__).parent / "templates").glob("*.jinja")), SMOLLM2]
+NAMES = [*(file.stem for file in TEMPLATES[:-1]), "smollm2"]
+WITHOUT_TOOLS = {"deepseekv3", "gemma", "gemma3", "llama3", "phi3_5", "smollm2"}
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "<|end|>", "[INST]")
 TOOLS = [
     {
@@ -132,8 +133,9 @@ def template(request: pytest.FixtureRequest, folder: Path) -> ChatTemplate:
     return ChatTemplate(folder, request.param.read_text(encoding="utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def stem_of(template: ChatTemplate) -> str:
-    return next(file.stem for file in TEMPLATES if file.read_text(encoding="utf-8") == template.source)
+def name_of(template: ChatTemplate) -> str:
+    """The name of a template."""
+    return next(name for name, file in zip(NAMES, TEMPLATES) if file.read_text(encoding="utf-8") == template.source)
 
 
 def takes_tools(template: ChatTemplate) -> bool:
@@ -150,7 +152,7 @@ def test_prompts_are_those_of_transformers(template: ChatTemplate, theirs: Any) 
             continue  # a template without tools has a test of its own
         begins = chat != "one call"
         told = {"chat_template": template.source, "tools": tools, "add_generation_prompt": begins}
-        if (stem_of(template), chat) in REFUSED:
+        if (name_of(template), chat) in REFUSED:
             with pytest.raises(TemplateError) as refusal:
                 theirs.apply_chat_template(wanted, **told)
             with pytest.raises(ConfigError, match=f"refuses these messages: {refusal.value}$"):
@@ -196,7 +198,7 @@ def test_a_message_is_continued_as_by_transformers(template: ChatTemplate, their
 def test_a_template_without_tools_gets_them_in_words(template: ChatTemplate, theirs: Any) -> None:
     """Claim: which templates take tools; one that does not gets tools, calls and results as messages in the form of
     Hermes, so that the prompt is that of `transformers` for the messages below; Gemma's refuses system messages."""
-    assert takes_tools(template) == (stem_of(template) in WITH_TOOLS)
+    assert takes_tools(template) == (name_of(template) not in WITHOUT_TOOLS)
     if takes_tools(template):
         return
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in TOOLS)
@@ -214,7 +216,7 @@ def test_a_template_without_tools_gets_them_in_words(template: ChatTemplate, the
     ]
     sent, _ = CHATS["two calls, then words"]
     told = {"chat_template": template.source, "add_generation_prompt": True}
-    if stem_of(template) == "gemma":
+    if name_of(template) == "gemma":
         with pytest.raises(ConfigError, match="refuses these messages: System role not supported"):
             template.encode(sent, TOOLS)
         return
@@ -229,12 +231,12 @@ def test_parts_and_developers_are_what_the_template_knows(template: ChatTemplate
     """Claim: a list of parts reaches the templates that read lists, and the others as one text; `developer` stays one
     for those that name it, and is `system` for the others. Source: the library, given the second form."""
     parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
-    stem = stem_of(template)
-    is_list = stem in ("gemma3", "glm4moe", "mistral_v3_tekken", "qwen3_5_think")
+    name = name_of(template)
+    is_list = name in ("gemma3", "glm4moe", "mistral_v3_tekken", "qwen3_5_think")
     told = {"chat_template": template.source, "add_generation_prompt": True, "tokenize": False}
     expected = theirs.apply_chat_template([{"role": "user", "content": parts if is_list else "One.\nTwo."}], **told)
     assert template.render([{"role": "user", "content": parts}]) == expected
-    role = "developer" if stem == "gptoss" else "system"
-    if stem != "gemma":
+    role = "developer" if name == "gptoss" else "system"
+    if name != "gemma":
         expected = theirs.apply_chat_template([{"role": role, "content": "Be brief."}, ASKED], **told)
         assert template.render([{"role": "developer", "content": "Be brief."}, ASKED]) == expected

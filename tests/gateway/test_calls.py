@@ -106,6 +106,10 @@ HERMES: dict[str, tuple[str, Message]] = {
         message('<tool_call>{"name": "f", "arguments": "a"}</tool_call>'),
     ),
     "other JSON": ('<tool_call>{"city": "x"}</tool_call>', message('<tool_call>{"city": "x"}</tool_call>')),
+    "another key first": (
+        '<tool_call>{"for": 1, "name": "f"}</tool_call>',
+        message('<tool_call>{"for": 1, "name": "f"}</tool_call>'),
+    ),
     "a list": ('<tool_call>[{"name": "f"}]</tool_call>', message('<tool_call>[{"name": "f"}]</tool_call>')),
     "bare JSON": ('{"name": "f", "arguments": {}}', message('{"name": "f", "arguments": {}}')),
     "spaces alone": (" \n ", message(" \n ")),
