@@ -1,0 +1,372 @@
+"""A simulated service on a clock of its own: every step of draft and target, and a coordinator's sessions between them,
+each with its policy.
+
+Tokens are ranks among the draft's candidates, drawn when the target decides them; a path in a draft's tree is a string
+of ranks. The draft grows its trees best-first, coordinator and draft learn of each other half a round trip late, the
+target takes whatever is queued. A policy sees what a coordinator sees: records of rounds, steps of the draft, the
+network time. Siblings of draft tokens are not verified, and there are no proposers but the draft.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specdec.protocol.plan import OFF_PLAN, Plan
+from specdec.protocol.policy import Policy
+from specdec.protocol.records import RoundRecord, RoundTimes, RoundTokens, TargetStep, TreeUse
+from specdec.protocol.types import TokenKind
+
+LIKELIHOOD_MIN = 0.003  # a tree with branches leaves rarer paths alone, as the draft service does
+STRATUM = 1000  # draws between which frequencies are exact: random order, without the noise of independent draws
+OUTSIDE = "x"  # the committed token was none of the draft's candidates
+SPARE_TOKENS = 1_000_000
+PAUSE_FACTOR = 5.0  # length of a step that pauses
+PING_S = 1.0
+WAIT_S = 0.5  # of fixed plans that wait
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What a request generates. `acceptance`: by place in the round, the last for all later ones. `row_s`: what each of
+    its rows adds to a step. `is_refused`: by the draft. `is_repeated`: the stream goes on with another such text."""
+
+    acceptance: tuple[float, ...]
+    token_count: float = 400
+    prompt_rows: int = 1
+    row_s: float = 0.0
+    is_refused: bool = False
+    is_repeated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a service runs on, and what happens there; times in seconds.
+
+    Each stream generates its text from its `begins_s` on. `first_probability`: what the draft thinks of its first
+    candidate; `branches`: that the second, third, ... is right where the first is wrong. `bonus_match`: that the first
+    is right where it was not offered; None: as the acceptance. `acceptance_factor`: of all texts. `draft_factor`: of
+    its steps; None: it is silent. `contention`: of the target's steps beside a draft at work. `gather_s`: for which the
+    target holds a step for sessions answered just now. `jitter`: every step varies evenly by up to this share;
+    `pause_share`: of the target's steps pause. `changes`: (time, new values by field).
+    """
+
+    target_step_s: Callable[[int], float]
+    draft_step_s: Callable[[int], float]
+    network_s: float
+    texts: tuple[Text, ...]
+    begins_s: tuple[float, ...] = (0.0,)
+    first_probability: float = 0.7
+    branches: tuple[float, ...] = (0.4, 0.13)
+    bonus_match: float | None = None
+    overhead_s: float = 0.0
+    acceptance_factor: float = 1.0
+    draft_factor: float | None = 1.0
+    contention: float = 1.0
+    gather_s: float = 0.0
+    jitter: float = 0.1
+    pause_share: float = 0.0
+    changes: tuple[tuple[float, dict[str, Any]], ...] = ()
+
+
+class FixedService:
+    """A coordinator without sessions whose streams all run one plan; it is their policy, too, and learns nothing."""
+
+    def __init__(self, plan: Plan = OFF_PLAN) -> None:
+        self._plan = plan
+
+    def policy(self, stream_index: int, session_count: int) -> Policy | FixedService:
+        """The policy of a new text; `session_count`: of the streams that run."""
+        return self
+
+    def on_draft(self, network_s: float, node_count: int = 0, session_count: int = 0, step_s: float = 0.0) -> None:
+        """A message of the draft came: of a step, or without nodes a ping."""
+
+    def plan(self, positions_left: int) -> Plan:
+        """As a policy's."""
+        return self._plan
+
+    def on_round(self, record: RoundRecord) -> None:
+        """As a policy's."""
+
+
+def uniforms(rng: random.Random) -> Iterator[float]:
+    """Uniform numbers in random order whose frequencies are exact over every stratum."""
+    while True:
+        stratum = [(index + rng.random()) / STRATUM for index in range(STRATUM)]
+        rng.shuffle(stratum)
+        yield from stratum
+
+
+@functools.cache
+def likeliest(shares: tuple[float, ...], window: int) -> list[tuple[str, str]]:
+    """Returns the paths of a tree whose candidates have these shares, each with that before it, the likeliest first."""
+    cost_max = -math.log(LIKELIHOOD_MIN) if len(shares) > 1 else math.inf
+    found, costs, paths = [], [-math.log(share) for share in shares], [(0.0, "")]
+    while paths:
+        cost, path = heapq.heappop(paths)
+        found.append((path, path[:-1]))
+        if len(path) + 1 < window:
+            for rank, own in enumerate(costs):
+                if cost + own <= cost_max:
+                    heapq.heappush(paths, (cost + own, f"{path}{rank}"))
+    return found
+
+
+class Stream:
+    """One session after another, as coordinator and draft see it. `ranks`: of all committed tokens. `tree`: when each
+    evaluated path of the draft reaches the coordinator; it begins after `root` tokens, where the draft knows them.
+    `is_late`: a wait ended without tokens, and they have not come since; `is_cold`: nothing came from the draft yet."""
+
+    def __init__(self, text: Text) -> None:
+        self.text, self.text_end, self.is_over = text, 0.0, False
+        self.ranks, self.timeline = "", [(0.0, 0)]
+        self.tree: dict[str, float] = {}
+        self.root, self.drafted_plan = 0, OFF_PLAN
+        self.commits: list[tuple[int, Plan]] = []
+        self.policy: Policy | FixedService = FixedService()
+        self.plan = self.sent_plan = OFF_PLAN
+        self.round_index = self.sent_count = 0
+        self.verdict_s = self.sent_s = self.queued_s = self.waited_s = 0.0
+        self.waiting_since_s: float | None = None
+        self.is_late, self.is_cold = False, True
+
+    def in_hand(self, now_s: float, most: int) -> int:
+        """The number of draft tokens in hand, at most `most`."""
+        path, count = self.ranks[self.root :], 0
+        while count < most and self.tree.get(path, math.inf) <= now_s:
+            path, count = path + "0", count + 1
+        return count
+
+    def shares(self, world: World) -> tuple[float, ...]:
+        """The shares of the draft's candidates; a chain has no branches."""
+        first, is_chain = world.first_probability, self.drafted_plan.nodes_per_step == 1
+        return (first, *((1 - first) * share for share in world.branches if share and not is_chain))
+
+    def paths_to_run(self, world: World) -> list[str]:
+        """The draft takes what was committed, and finds the likeliest paths that are not evaluated yet."""
+        for count, plan in self.commits:
+            self.drafted_plan = plan
+            if moved := self.ranks[self.root : count]:
+                self.root = count
+                self.tree = {path[len(moved) :]: at_s for path, at_s in self.tree.items() if path.startswith(moved)}
+        self.commits.clear()
+        plan, tree = self.drafted_plan, self.tree
+        if world.draft_factor is None or not plan.window:
+            return []
+        paths = likeliest(self.shares(world), plan.window)
+        ready = (path for path, before in paths if path not in tree and (before in tree or not path))
+        return [*itertools.islice(ready, plan.nodes_per_step)]
+
+
+class Simulation:
+    """One run: all events in order of time. `plans`: rounds of each; `stall_s`: added to the target's next step."""
+
+    def __init__(self, world: World, service: FixedService, seed: int = 0) -> None:
+        self.world, self.service, self.now_s, self.stall_s = world, service, 0.0, 0.0
+        self.streams = [Stream(text) for text in world.texts]
+        self.plans: Counter[Plan] = Counter()
+        self._rng, self._names = random.Random(seed), itertools.count()
+        self._uniforms = uniforms(self._rng)
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._running: list[Stream] = []
+        self._queued: list[tuple[Stream, int]] = []
+        self._is_target_busy = self._is_draft_busy = False
+        for stream, begin_s in zip(self.streams, world.begins_s, strict=True):
+            self.after(begin_s, self.begin, stream)
+        for at_s, values in world.changes:
+            self.after(at_s, self.change, values)
+        self._ping()
+
+    def run_until(self, end_s: float) -> None:
+        """Runs to a time; it may go on to a later one."""
+        while self._events[0][0] <= end_s:
+            self.now_s, _, happen, arguments = heapq.heappop(self._events)
+            happen(*arguments)
+
+    def rate(self, index: int, from_s: float, to_s: float) -> float:
+        """Tokens per second of one stream between two times."""
+        counts = [count for time_s, count in self.streams[index].timeline if from_s <= time_s <= to_s]
+        return (counts[-1] - counts[0]) / (to_s - from_s) if counts else 0.0
+
+    def after(self, seconds: float, happen: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function at a later time."""
+        heapq.heappush(self._events, (self.now_s + seconds, next(self._names), happen, arguments))
+
+    def change(self, values: dict[str, Any]) -> None:
+        """Changes the world, by field."""
+        self.world = replace(self.world, **values)
+
+    def begin(self, stream: Stream) -> None:
+        """Opens the session of a stream's first text."""
+        self._running.append(stream)
+        self._begin_text(stream)
+        stream.verdict_s, stream.plan = self.now_s, stream.policy.plan(SPARE_TOKENS)
+        self._request(stream)
+
+    def end(self, stream: Stream) -> None:
+        """Ends a stream in whatever state it is; idempotent."""
+        stream.is_over, stream.waiting_since_s = True, None
+        self._running = [own for own in self._running if own is not stream]
+        self._queued = [entry for entry in self._queued if entry[0] is not stream]
+
+    def _begin_text(self, stream: Stream) -> None:
+        stream.policy = self.service.policy(self.streams.index(stream), len(self._running))
+        stream.round_index, stream.text_end = 0, len(stream.ranks) + stream.text.token_count
+
+    def _varied(self, step_s: float) -> float:
+        return step_s * (1 + self.world.jitter * (2 * self._rng.random() - 1))
+
+    def _ping(self) -> None:
+        self.service.on_draft(self.world.network_s)
+        self.after(PING_S, self._ping)
+
+    def _request(self, stream: Stream) -> None:
+        """Tells the draft what is committed, and sends the next verification, or holds it until tokens are in hand."""
+        self.after(self.world.network_s / 2, self._commit, stream, (len(stream.ranks), stream.plan))
+        in_hand = stream.in_hand(self.now_s, max(1, stream.plan.wait_length))
+        stream.is_late &= not 0 < stream.plan.wait_length <= in_hand
+        if in_hand >= stream.plan.wait_length or stream.is_cold or stream.is_late:
+            self._send(stream)
+        else:
+            stream.waiting_since_s = self.now_s
+            self.after(stream.plan.wait_s, self._end_wait, stream, stream.sent_count)
+
+    def _end_wait(self, stream: Stream, sent_count: int) -> None:
+        if stream.waiting_since_s is not None and stream.sent_count == sent_count:
+            stream.is_late = True
+            self._send(stream)
+
+    def _send_if_ready(self, stream: Stream) -> None:
+        wait_length = stream.plan.wait_length
+        if stream.waiting_since_s is not None and stream.in_hand(self.now_s, wait_length) >= wait_length:
+            self._send(stream)
+
+    def _send(self, stream: Stream) -> None:
+        if stream.waiting_since_s is not None:
+            stream.waited_s, stream.waiting_since_s = self.now_s - stream.waiting_since_s, None
+        stream.sent_count, stream.sent_s, stream.sent_plan = stream.sent_count + 1, self.now_s, stream.plan
+        offered_count = stream.in_hand(self.now_s, stream.plan.draft_length_max)
+        self.after(self.world.overhead_s, self._queue, stream, offered_count)
+
+    def _queue(self, stream: Stream, offered_count: int) -> None:
+        if not stream.is_over:
+            stream.queued_s = self.now_s
+            self._queued.append((stream, offered_count))
+            if not self._is_target_busy:
+                self._is_target_busy = True
+                self.after(0.0, self._target_step)
+
+    def _target_step(self) -> None:
+        """One step for all that is queued."""
+        batch, self._queued, world = self._queued, [], self.world
+        self._is_target_busy = bool(batch)
+        if batch:
+            prompt_rows = sum(stream.text.prompt_rows - 1 for stream, _ in batch if not stream.round_index)
+            rows = prompt_rows + sum(offered_count + 1 for _, offered_count in batch)
+            step_s = self._varied(world.target_step_s(rows) * (world.contention if self._is_draft_busy else 1.0))
+            step_s += self.stall_s + sum(stream.text.row_s * (offered_count + 1) for stream, offered_count in batch)
+            step_s *= PAUSE_FACTOR if world.pause_share > next(self._uniforms) else 1.0
+            self.stall_s = 0.0
+            self.after(step_s, self._conclude, batch, rows, step_s)
+
+    def _conclude(self, batch: list[tuple[Stream, int]], rows: int, step_s: float) -> None:
+        active = len(batch) + len(self._queued)
+        for stream, offered_count in batch:
+            if not stream.is_over:
+                queue_s = self.now_s - step_s - stream.queued_s
+                step = TargetStep(queue_s, step_s, rows=rows, sessions=len(batch), active_sessions=active)
+                self._end_round(stream, offered_count, step)
+        self.after(self.world.gather_s if active > 1 else 0.0, self._target_step)
+
+    def _outcomes(self, stream: Stream, offered_count: int) -> str:
+        """Returns the rank of each token of the round among its candidates: accepted ones, then the next token."""
+        acceptance, world = stream.text.acceptance, self.world
+        for place in range(offered_count + 1):
+            share = world.acceptance_factor * acceptance[min(place, len(acceptance) - 1)]
+            if place == offered_count and world.bonus_match is not None:
+                share = world.bonus_match
+            if next(self._uniforms) >= share:
+                choice = next(self._uniforms)
+                ranks = (str(rank) for rank, end in enumerate(itertools.accumulate(world.branches), 1) if choice < end)
+                return "0" * place + next(ranks, OUTSIDE)
+        return "0" * (offered_count + 1)
+
+    def _end_round(self, stream: Stream, offered_count: int, step: TargetStep) -> None:
+        """The verdict: commit, next verification by the plan in force, then the policy, as the coordinator does."""
+        ranks = self._outcomes(stream, offered_count)
+        times = RoundTimes(stream.verdict_s, self.now_s, stream.waited_s, self.now_s - stream.sent_s)
+        kind = TokenKind.BONUS if len(ranks) > offered_count else TokenKind.RECOVERED
+        tokens = RoundTokens(offered_count, len(ranks) - 1, len(ranks), kind)
+        stream.ranks += ranks
+        was_looked_up = stream.tree.get(stream.ranks[stream.root : -1], math.inf) <= self.now_s
+        tree = TreeUse(was_looked_up, was_looked_up and ranks[-1] in "012"[: len(stream.shares(self.world))])
+        record = RoundRecord(stream.round_index, stream.sent_plan, tokens, tree, times, step)
+        self.plans[stream.sent_plan] += 1
+        stream.timeline.append((self.now_s, len(stream.ranks)))
+        stream.round_index, stream.verdict_s, stream.waited_s = stream.round_index + 1, self.now_s, 0.0
+        is_end = len(stream.ranks) >= stream.text_end
+        if is_end and not stream.text.is_repeated:
+            self.end(stream)
+            return
+        self._request(stream)
+        if is_end:
+            self._begin_text(stream)
+        else:
+            stream.policy.on_round(record._replace(is_refused=stream.text.is_refused))
+        stream.plan = stream.policy.plan(SPARE_TOKENS)
+        self._send_if_ready(stream)
+
+    def _commit(self, stream: Stream, commit: tuple[int, Plan]) -> None:
+        stream.commits.append(commit)
+        if not self._is_draft_busy:
+            self._draft_step()
+
+    def _draft_step(self) -> None:
+        """One step for the likeliest paths of all streams."""
+        runs = [(stream, stream.paths_to_run(self.world)) for stream in self._running if not stream.text.is_refused]
+        node_count = sum(len(paths) for _, paths in runs)
+        self._is_draft_busy = node_count > 0
+        if node_count:
+            step_s = self._varied(self.world.draft_step_s(node_count) * (self.world.draft_factor or 1.0))
+            self.after(step_s, self._end_draft_step, runs, node_count, step_s)
+
+    def _end_draft_step(self, runs: list[tuple[Stream, list[str]]], node_count: int, step_s: float) -> None:
+        """The candidates below the evaluated paths exist; half a round trip later the coordinator has them."""
+        for stream, paths in runs:
+            stream.tree |= dict.fromkeys(paths, self.now_s + self.world.network_s / 2)
+        self.after(self.world.network_s / 2, self._receive, runs, node_count, step_s)
+        self._draft_step()
+
+    def _receive(self, runs: list[tuple[Stream, list[str]]], node_count: int, step_s: float) -> None:
+        """Nodes arrive at the coordinator: streams that waited for them go on."""
+        self.service.on_draft(self.world.network_s, node_count, len(runs), step_s)
+        for stream, paths in runs:
+            stream.is_cold &= not paths
+            self._send_if_ready(stream)
+
+
+CHAINS = [(length, length + 1, 1, length) for length in (1, 2, 4, 8)]
+STREAMED = [(8, 8), (2, 6, 4), (4, 12, 4), (16, 16, 8), (16, 32, 8)]
+WAITING = [(3, 8, 4, 1), (6, 16, 8, 2), (16, 32, 4, 2), (16, 32, 8, 3)]
+
+
+def best_plan(rate: Callable[[Plan], float]) -> tuple[float, Plan]:
+    """Returns the plan with the highest rate, of plain decoding, chains and trees that wait, and streamed ones."""
+    plans = OFF_PLAN, *(Plan(*shape) for shape in STREAMED), *(Plan(*shape, WAIT_S) for shape in CHAINS + WAITING)
+    return max(((rate(plan), plan) for plan in plans), key=lambda found: found[0])
+
+
+def rate_of(world: World, plan: Plan, token_count: int, seed: int = 0) -> float:
+    """Tokens per second of a world's first stream under one plan, over its first tokens."""
+    run = Simulation(world, FixedService(plan), seed)
+    while len(run.streams[0].ranks) < token_count:
+        run.run_until(run.now_s + 1.0)
+    return len(run.streams[0].ranks) / run.now_s
