@@ -64,7 +64,7 @@ class Bursts(Simulated):
         world = replace(world, begins_s=(bursts_s,) * len(world.texts), draft_factor=lambda now_s: self.draft_factor)
         service = AutoService(world)
         super().__init__(world, service, seed)
-        self.table, self.bursts_s = service.table, bursts_s
+        self.bursts_s = bursts_s
         self._kinds, self._random, self._network_s = kinds, random.Random(seed), world.scenario.network_s
         self._odd: dict[Stream, Odd] = {}  # those that run
         self._reads: set[Stream] = set()  # those whose prompt was not read yet

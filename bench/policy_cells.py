@@ -24,10 +24,12 @@ from rich.table import Table as Printed
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.event_simulation import Scenario
 from bench.policy_world import FixedService, OnePlan, Service, Simulated, World
-from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.catalogue import DraftTimes, catalogue
-from specdec.policy.steps import Steps
-from specdec.policy.table import Table
+from specdec.policy.acceptance import Acceptance
+from specdec.policy.draft_time import DraftTimes
+from specdec.policy.goodput import Goodput
+from specdec.policy.goodput_policy import GoodputPolicy
+from specdec.policy.plans import catalogue
+from specdec.policy.steps import StepTimes
 from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.policy import Policy
 
@@ -40,14 +42,14 @@ class AutoService(Service):
     """A coordinator that knows what its replicas measured when they had loaded."""
 
     def __init__(self, world: World) -> None:
-        steps, draft, scenario = Steps(), DraftTimes(), world.scenario
+        steps, draft, scenario = StepTimes(), DraftTimes(), world.scenario
         steps.prime(tuple((rows, scenario.target_step_s(rows)) for rows in (1, 2, 4, 8, 16)))
         draft.prime(tuple((nodes, scenario.draft_step_s(nodes)) for nodes in (1, 2, 4, 8)))
         draft.on_network(scenario.network_s)
-        self.draft, self.table = draft, Table(steps, draft, LENGTH_CAP)
+        self.draft, self.goodput = draft, Goodput(steps, draft, Acceptance(), LENGTH_CAP)
 
     def policy(self, index: int) -> Policy:
-        return AutoPolicy(self.table, LENGTH_CAP)
+        return GoodputPolicy(self.goodput, LENGTH_CAP)
 
     def on_draft_step(self, nodes: int, seconds: float) -> None:
         self.draft.on_step(nodes, seconds)

@@ -77,7 +77,7 @@ class OnePlan:
     """A policy that runs one plan."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self.wants_heads = plan, False
+        self._plan, self.wants_heads, self.wants_local = plan, False, False
         self.reach_min = self.path_reach_min = 0.0
         self.draft_length_cap, self.is_speculating = plan.draft_length_max, plan.draft_length_max > 0
         self.prediction = Prediction(None, plan.description)
