@@ -16,7 +16,7 @@ from specdec.client.request import Request, make_request
 from specdec.client.run import Run
 from specdec.client.stream import Client
 from specdec.config import ServeSettings
-from specdec.policy.steps import StepCurve
+from specdec.step_curve import StepCurve
 from specdec.protocol.types import Rule
 
 WAIT_MS = 1000

@@ -42,6 +42,7 @@ TABLE = (
     Imports("specdec.process_watch", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports("specdec.terminal", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports("specdec.streams", ("specdec.terminal",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
+    Imports("specdec.step_curve", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE),
     Imports("specdec.tokenizer_file", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports(
         "specdec.protocol",
@@ -58,6 +59,7 @@ TABLE = (
         "specdec.policy",
         (
             "specdec.errors",
+            "specdec.step_curve",
             "specdec.protocol.types",
             "specdec.protocol.plan",
             "specdec.protocol.policy",
@@ -163,7 +165,7 @@ TABLE = (
                 "specdec.protocol.tree",
                 "specdec.protocol.growth",
                 "specdec.protocol.calibration",
-                "specdec.policy.steps",
+                "specdec.step_curve",
                 *VALUES,
                 *more,
             ),
@@ -216,7 +218,7 @@ TABLE = (
             "specdec.decoding",
             "specdec.distill",
             "specdec.engine",
-            "specdec.policy.steps",
+            "specdec.step_curve",
             *VALUES,
         ),
         NETWORK_LIBRARIES,

@@ -1,0 +1,209 @@
+"""The measuring policy: it runs the plan with the highest goodput, and explores others within a budget. Pure.
+
+goodput = (1 + expected accepted tokens) / (T(load x rows, paths) + seconds beside the step), if all sessions ran the
+plan (SmartSpec, Liu et al. 2024). T is the target's, the times of drafting the draft's, acceptance that of the draft
+and of the session. What a plan measured corrects the forecast: accepted over expected tokens, seconds beside the step.
+
+It sees counts and seconds of finished rounds, never tokens, so that under REJECTION no decision depends on the last
+draws (docs/exactness.md). A round counts for its plan once draft tokens of that plan can have arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specdec.policy.acceptance import Acceptance
+from specdec.policy.draft_time import DraftTimes
+from specdec.policy.mean import Mean
+from specdec.policy.plans import Forecast, catalogue, forecast
+from specdec.policy.steps import StepTimes
+from specdec.protocol.plan import Plan
+from specdec.protocol.records import RoundRecord
+
+ROUNDS_KEPT, PRIOR_ROUNDS, IDLE_S = 400.0, 16.0, 20.0  # rounds of a plan that count; of a forecast; until it is old
+OVERHEAD_GUESS_S = 0.0015  # of a round beside the step, without waiting
+LOCAL_GUESS, LOCAL_OFFERED = 0.1, 0.5  # tokens of a round by the coordinator's own proposers
+REFRESH_S = 0.05
+BUDGET_SHARE, BUDGET_S, DEBT_S = 0.01, 1.0, 0.15  # of all time, that exploration may lose; most that it saves, owes
+SPREAD = 0.6  # of a round's tokens, relative to their mean
+REACH_LEAST, REACH_MOST = 0.02, 0.9  # a draft token costs bytes and the coordinator's time too
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A plan: what it measured, and its estimates as of the last refresh, for the mean session: `round_s` if all ran
+    it, `yield_`, accepted over forecast tokens."""
+
+    plan: Plan
+    accepted: Mean = field(default_factory=lambda: Mean(1.0, ROUNDS_KEPT))  # over what was expected
+    offered: Mean = field(default_factory=lambda: Mean(0.0, ROUNDS_KEPT))
+    paths: Mean = field(default_factory=lambda: Mean(0.0, ROUNDS_KEPT))
+    beside_s: Mean = field(default_factory=lambda: Mean(0.0, ROUNDS_KEPT))
+    forecast: Forecast = Forecast(0.0)
+    updated_s: float = -math.inf
+    yield_: float = 1.0
+    round_s: float = 1.0
+
+    @property
+    def rounds(self) -> float:
+        """Measured rounds that count."""
+        return self.accepted.weight
+
+    def forget(self, kept_share: float = 0.0) -> None:
+        """Scales the weight of all that was measured."""
+        for mean in (self.accepted, self.offered, self.paths, self.beside_s):
+            mean.forget(kept_share)
+
+    def add(self, record: RoundRecord, expected: float, beside_s: float) -> None:
+        """Adds a round of a session for which the forecast was `expected` accepted tokens; 0: it has none."""
+        tokens = record.tokens
+        self.accepted.add(tokens.accepted_count / expected if expected else 0.0)
+        self.offered.add(tokens.offered_count)
+        if self.plan.draft_length_max:
+            self.paths.add(max(0, tokens.path_count - 1))
+        self.beside_s.add(beside_s)
+        self.updated_s = max(self.updated_s, record.times.end_s)
+
+
+class Goodput:
+    """The candidates of all requests of one rule with the same limit of draft tokens and kinds of proposers, plain
+    decoding first, then that of the coordinator's own proposers if it has any. `rest`: the best without the draft.
+    """
+
+    def __init__(
+        self,
+        steps: StepTimes,
+        draft: DraftTimes,
+        acceptance: Acceptance,
+        draft_length_cap: int,
+        plans: Sequence[Plan] | None = None,
+    ) -> None:
+        self.steps, self._draft, self.acceptance = steps, draft, acceptance
+        capped = dict.fromkeys(plan.capped(draft_length_cap) for plan in plans or catalogue())
+        self.off, *others = self.candidates = [Candidate(plan) for plan in capped]
+        self.drafting = [own for own in others if own.plan.window]
+        self.local = next((own for own in others if not own.plan.window), None)
+        self.local_accepted = Mean(LOCAL_GUESS, ROUNDS_KEPT)
+        self.round_count = 0
+        self.exploring_until_s = self.baseline_until_s = self.drafted_s = -math.inf
+        self.baseline_s = 0.0  # when plain decoding is due; 0: never measured
+        self._refreshed_s, self._draft_jumps, self._trip_s = -math.inf, draft.jumps, 0.0
+        self.refresh(-math.inf)
+        self.credit_s = 4 * self.off.round_s
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Takes a round of any session: its step, and a share of its time for exploration."""
+        jumps = self.steps.jumps
+        self.steps.on_step(record)
+        if self.steps.jumps != jumps:
+            self.refresh(record.times.end_s, is_due=True)
+        self.round_count += 1
+        if record.plan.window or self.round_count == 1:
+            self.drafted_s = record.times.end_s
+        self.credit_s = min(self.credit_s + BUDGET_SHARE * record.times.round_s, BUDGET_S)
+
+    def charge(self, lost_s: float) -> float:
+        """Takes the loss of an exploration from the credit, as far as it may fall or rise, and returns what it took."""
+        taken_s = max(min(lost_s, self.credit_s + DEBT_S), self.credit_s - BUDGET_S)
+        self.credit_s -= taken_s
+        return taken_s
+
+    def others_loss(self) -> float:
+        """Share of the time of one session that all others together lose while one session drafts and they do not."""
+        return (self.steps.load - 1) * self.steps.slowdown_s() / self.steps.step_s(self.steps.load, True)
+
+    def measure(self, own: Candidate, record: RoundRecord, expected: float) -> None:
+        """Adds a round that counts for its plan."""
+        step, times = record.step, record.times
+        beside_s = times.round_s - step.step_s - max(0.0, step.queue_s - step.step_s)
+        active = step.active_sessions
+        if active > step.sessions > 0:  # some sessions are in another step: the queue for it is a part of T(load)
+            whole, part = (self.steps.step_s(rows, True) for rows in (step.rows * active / step.sessions, step.rows))
+            beside_s -= step.step_s * (whole / part - 1)
+        own.add(record, expected, max(0.0, beside_s))
+        if times.wait_s < record.plan.wait_s and (times.wait_s or record.tokens.model_offered_count):
+            self._draft.on_wait(own.plan, self.steps.load, times.wait_s)
+
+    def refresh(self, now_s: float, is_due: bool = False) -> None:
+        """Updates the estimates, every REFRESH_S."""
+        if now_s < self._refreshed_s + REFRESH_S and not is_due:
+            return
+        elapsed_s = now_s - self._refreshed_s if math.isfinite(self._refreshed_s) else 0.0
+        self._refreshed_s = now_s
+        self.steps.fade(now_s)
+        self._draft.fade(now_s)
+        if now_s > self.drafted_s + elapsed_s:
+            self.acceptance.fade(elapsed_s)
+        load = self.steps.load
+        overhead_s = self.off.beside_s.shrunk(OVERHEAD_GUESS_S, PRIOR_ROUNDS)
+        target_s = self.steps.step_s(load, True) + overhead_s
+        if self.drafting:
+            self._check_draft(target_s)
+        weight = sum(own.rounds for own in self.drafting)
+        promise = (PRIOR_ROUNDS + sum(own.rounds * own.accepted.value for own in self.drafting)) / (
+            PRIOR_ROUNDS + weight
+        )
+        for own in self.candidates:
+            if now_s > own.updated_s + elapsed_s:
+                own.forget(math.exp(-elapsed_s / IDLE_S))
+            offered = LOCAL_OFFERED if own is self.local else 0.0
+            if own.plan.window:
+                own.forecast = forecast(own.plan, self._draft, load, target_s)
+                offered = own.forecast.length
+            own.yield_ = own.accepted.shrunk(promise, PRIOR_ROUNDS)
+            rows = load * (1 + own.offered.shrunk(offered, PRIOR_ROUNDS))
+            paths = load * own.paths.shrunk(0.0, PRIOR_ROUNDS)
+            beside_s = own.beside_s.shrunk(own.forecast.wait_s + overhead_s, PRIOR_ROUNDS)
+            own.round_s = self.steps.step_s(rows, own.plan.window > 0, paths) + beside_s
+
+    def _check_draft(self, target_s: float) -> None:
+        """Drops what the draft's plans measured where its times jumped: the forecasts know of it at once."""
+        trip_s = self._draft.trip_s(self.drafting[0].plan, self.steps.load)
+        if abs(trip_s - self._trip_s) > 0.25 * self._trip_s + 0.1 * target_s or self._draft.jumps != self._draft_jumps:
+            for own in self.drafting:
+                own.forget()
+            self._trip_s, self._draft_jumps = trip_s, self._draft.jumps
+
+    def rate(self, own: Candidate, acceptance: float, local_accepted: float) -> float:
+        """Tokens per second of a session at an acceptance, of whose rounds each accepts `local_accepted` tokens of the
+        coordinator's own proposers."""
+        return (1 + own.yield_ * self.expected(own, acceptance, local_accepted)) / own.round_s
+
+    def expected(self, own: Candidate, acceptance: float, local_accepted: float) -> float:
+        """Accepted tokens of a round by the forecast; local ones count where the draft has none."""
+        if not own.plan.window:
+            return local_accepted if own is self.local else 0.0
+        accepted = own.forecast.accepted(acceptance)
+        return accepted + local_accepted / (1 + accepted)
+
+    def best_rate(self) -> float:
+        """Tokens per second of the best measured plan, for the mean session."""
+        acceptance, local = self.acceptance.value, self.local_accepted.value
+        measured = [own for own in self.candidates if own.rounds >= 1 or own is self.off]
+        return max(self.rate(own, acceptance, local) for own in measured)
+
+    def reach_min(self, rate: float) -> tuple[float, float]:
+        """The least probability at which a draft token is worth its row, and one that begins a further path its row and
+        that path, for sessions of `rate` tokens per second: they delay all sessions of the step."""
+        load, steps = self.steps.load, self.steps
+        flat_s = steps.step_s(load, True)
+        row_s = (steps.step_s(9 * load, True) - flat_s) / 8
+        path_s = row_s + steps.step_s(load, True, load) - flat_s
+        row, path = (min(max(1.2 * rate * seconds, REACH_LEAST), REACH_MOST) for seconds in (row_s, path_s))
+        return row, path
+
+    def wait_max_s(self, plan: Plan) -> float:
+        """Seconds for which a plan may hold a verification back at present."""
+        return self._draft.wait_max_s(plan, self.steps.load)
+
+    def warm_s(self, own: Candidate) -> float:
+        """Seconds from a change of plan to the first round that counts."""
+        if not own.plan.window or own.plan.wait_length:
+            return 0.5 * own.round_s
+        return own.round_s + self._draft.trip_s(own.plan, self.steps.load)
+
+    def spread(self, own: Candidate) -> float:
+        """The relative error of a rate: few rounds may have been lucky."""
+        return SPREAD / math.sqrt(PRIOR_ROUNDS + own.rounds) if own.plan.window else 0.0

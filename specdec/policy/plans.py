@@ -1,0 +1,60 @@
+"""The plans that a policy compares, and what they promise before they are measured. Pure.
+
+The forecasts are those of rounds that wait, E / (T + g d + r), and fits to simulated trees (bench/event_simulation.py):
+the tokens of a tree fall with every target step by which they are late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.policy.acceptance import expected_accepted
+from specdec.policy.draft_time import DraftTimes
+from specdec.protocol.plan import LOCAL_PLAN, OFF_PLAN, Plan
+from specdec.protocol.types import SIBLINGS_MAX, Rule
+
+CHAINS = Plan(2, 3, 1, 2), Plan(4, 5, 1, 4)
+STREAMING_TREES = Plan(4, 12, 4), Plan(16, 32, 8)
+WAITING_TREES = Plan(6, 16, 8, 2), Plan(16, 32, 8, 3)
+# Under COUPLED: where the draft's best perturbed score is wrong, its next ones are often right.
+WAITING_TREES_COUPLED = Plan(12, 16, 8, 2, siblings=2), Plan(16, 32, 8, 3, siblings=2)
+TREE_DEPTH = 8.0  # of a tree's path
+TREE_SHARE, TREE_DELAY_STEPS = 0.78, 3.0  # of a path's tokens, and draft steps by which they are late
+OUTSIDE_SHARE = 0.5  # of a waiting tree's rounds whose next token was not in the tree: they wait for the draft
+EXPECTED_MIN = 0.05  # accepted tokens that any plan promises: what promises nothing is never measured
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a plan promises a session: `length`, the draft tokens of a round; `share` of these that are not late;
+    `delay_steps`, target steps by which they are late; `wait_s` a round."""
+
+    length: float
+    share: float = 1.0
+    delay_steps: float = 0.0
+    wait_s: float = 0.0
+
+    def accepted(self, acceptance: float) -> float:
+        """Accepted tokens of a round."""
+        share: float = self.share * acceptance**self.delay_steps
+        return max(EXPECTED_MIN, share * expected_accepted(acceptance, self.length))
+
+
+def catalogue(
+    with_draft: bool = True, with_local: bool = False, siblings_max: int = SIBLINGS_MAX, rule: Rule = Rule.GREEDY
+) -> tuple[Plan, ...]:
+    """Returns the plans of a service for a rule: plain decoding first, then that of its own proposers, if it has any,
+    then those of its draft, at most eight together; with siblings where the service allows as many."""
+    waiting = WAITING_TREES_COUPLED if rule is Rule.COUPLED and siblings_max >= 2 else WAITING_TREES
+    return (OFF_PLAN, *(LOCAL_PLAN,) * with_local, *(CHAINS + STREAMING_TREES + waiting) * with_draft)
+
+
+def forecast(plan: Plan, draft: DraftTimes, load: float, target_s: float) -> Forecast:
+    """Returns the forecast of a plan with a draft; `target_s`: of a round of one row of each session that waits for
+    nothing."""
+    wait_s, draft_s = draft.wait_s(plan, load), draft.step_s(plan, load)
+    if plan.wait_length and plan.nodes_per_step == 1:
+        return Forecast(float(plan.wait_length), wait_s=wait_s)
+    delay_s = TREE_DELAY_STEPS * draft_s + (0.0 if plan.wait_length else draft.network_s)
+    length = min(plan.draft_length_max, TREE_DEPTH, 1 + target_s / draft_s)
+    return Forecast(length, TREE_SHARE, delay_s / target_s, OUTSIDE_SHARE * wait_s)
