@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,11 +28,12 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.policy_bursts import Bursts
+from bench.policy_bursts import with_bursts
 from bench.simulation import FixedService, Simulation, Text, World, best_plan
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.fleet import Fleet
 from specdec.protocol.items import Nodes
+from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.policy import Policy
 from specdec.protocol.request import GenerationRequest, SamplingParams
 from specdec.protocol.types import Description, Rule
@@ -39,6 +41,7 @@ from specdec.protocol.types import Description, Rule
 TARGET_S, LENGTH_CAP = 0.018, 16
 OF_OFF, OF_BEST, OF_BEST_LATER, OF_OTHER = 0.98, 0.97, 0.9, 0.98
 BURSTS_S, BACK_S, COUNTED_S = 1800.0, 60.0, 40.0
+OTHER_SEED = 1000
 SETTINGS = CoordinatorSettings(
     target="localhost:1",
     draft="localhost:2",
@@ -101,13 +104,10 @@ class Cell:
 
     def rate(self, service: FixedService, seed: int) -> float:
         """Tokens per second of the streams that count."""
-        if self.bursts_s:
-            run: Simulation = Bursts(self.world, service, seed, self.bursts_s)
-        else:
-            run = Simulation(self.world, service, seed)
-        times_s = self.bursts_s + self.from_s, self.bursts_s + self.to_s
-        run.run_until(times_s[1])
-        return sum(run.rate(index, *times_s) for index in self.streams or range(len(self.world.texts)))
+        world = with_bursts(self.world, self.bursts_s, seed) if self.bursts_s else self.world
+        from_s, to_s, run = self.bursts_s + self.from_s, self.bursts_s + self.to_s, Simulation(world, service, seed)
+        run.run_until(to_s)
+        return sum(run.rate(index, from_s, to_s) for index in self.streams or range(len(self.world.texts)))
 
 
 def _step_s(first_s: float, slope: float, rows: int) -> float:
@@ -124,99 +124,90 @@ def steps_of(slope: float) -> Callable[[int], float]:
     return partial(_step_s, TARGET_S, slope)
 
 
-def one(acceptance: float = 0.7, **of_world: Any) -> World:
-    """One stream, on a near and fast draft unless said otherwise."""
-    return many(1, acceptance, **of_world)
-
-
 def many(
     count: int,
     *acceptances: float,
-    begins_s: Sequence[float] = (),
+    token_count: float = 400,
     slope: float = 0.02,
     draft_s: float = 0.0011,
-    **of_world: Any,
+    **fields: Any,
 ) -> World:
-    """Streams of equal texts, or of these in turn."""
-    texts = tuple(Text((acceptances[index % len(acceptances)],)) for index in range(count))
+    """Streams whose texts have these acceptances in turn, on a near and fast draft unless said otherwise."""
+    texts = tuple(Text((acceptances[index % len(acceptances)],), token_count) for index in range(count))
     usual = {"target_step_s": steps_of(slope), "draft_step_s": partial(_step_s, draft_s, 0.12), "network_s": 0.003}
-    noise = {"overhead_s": 0.0012, "gather_s": 0.0015, "jitter": 0.15, "pause_share": 0.005}
-    return World(**{**usual, **noise, **of_world}, texts=texts, begins_s=tuple(begins_s) or (0.0,) * count)
+    noise = {"begins_s": (0.0,) * count, "overhead_s": 0.0012, "gather_s": 0.0015, "jitter": 0.15, "pause_share": 0.005}
+    return World(**{**usual, **noise, **fields}, texts=texts)
+
+
+one = partial(many, 1)
+
+
+def later(at_s: float, **fields: Any) -> dict[str, Any]:
+    """A world's field for one change."""
+    return {"changes": ((at_s, fields),)}
 
 
 def failing_cells() -> list[Cell]:
     """A draft that is of no use, or ceases to be; load under which nothing should be drafted."""
-
-    def later(at_s: float, field: str, value: Any, **of_world: Any) -> dict[str, Any]:
-        return {**of_world, "changes": ((at_s, {field: value}),)}
-
     jump = (0.0, *(10.0 + 0.01 * index for index in range(31)))
-    mixed = many(4, 0.02, 0.98, 0.98, 0.98, slope=0.05)
-    moved = [later(10, "network_s", ms / 1e3, network_s=0.0005, bonus_match=0.2) for ms in (9, 20)]
+    mixed, steepens = many(4, 0.02, 0.98, 0.98, 0.98, slope=0.05), later(6, target_step_s=steps_of(0.25))
+    crowds = {count: many(count, 0.3, contention=1.6) for count in (2, 4, 8)}
+    poor = {ms: one(0.3, network_s=ms / 1e3, bonus_match=0.2) for ms in (0, 10, 30, 100)}
+    moved = {ms: one(0.4, network_s=0.0005, bonus_match=0.2, **later(10, network_s=ms / 1e3)) for ms in (9, 20)}
     return [
-        Cell("draft as slow as its target", one(draft_s=TARGET_S)),
-        Cell("draft as slow, and on its cores", one(draft_s=TARGET_S, contention=1.4)),
+        Cell("draft as slow as its target", one(0.7, draft_s=TARGET_S)),
+        Cell("draft as slow, and on its cores", one(0.7, draft_s=TARGET_S, contention=1.4)),
         Cell("always wrong", one(0.0)),
         Cell("always wrong, on the target's cores", one(0.0, contention=1.3)),
-        Cell("silent", one(draft_factor=None)),
-        Cell("100 times slower from the second minute on", one(**later(60, "draft_factor", 100.0)), 62, 80),
-        Cell("silent from 10 s on", one(**later(10, "draft_factor", None)), 12, 30),
-        Cell("always wrong from 10 s on", one(**later(10, "acceptance_factor", 0.0)), 12, 30),
+        Cell("silent", one(0.7, draft_factor=None)),
+        Cell("100 times slower from the second minute on", one(0.7, **later(60, draft_factor=100.0)), 62, 80),
+        Cell("silent from 10 s on", one(0.7, **later(10, draft_factor=None)), 12, 30),
+        Cell("always wrong from 10 s on", one(0.7, **later(10, acceptance_factor=0.0)), 12, 30),
         Cell("gains on its own, loses by shared cores", one(0.5, network_s=0.03, contention=1.6)),
-        *(
-            Cell(f"{n} streams, poor draft on the target's cores", many(n, 0.3, contention=1.6), 2, 30)
-            for n in (2, 4, 8)
-        ),
+        *(Cell(f"{count} streams, poor draft on the target's cores", world, 2, 30) for count, world in crowds.items()),
         Cell("useless text beside three perfect ones", mixed, 2, 15, streams=(0,), is_beside=True),
         Cell("perfect texts beside a useless one", mixed, 2, 15, streams=(1, 2, 3)),
         Cell("1 stream, then 32, steep rows", many(32, 0.6, begins_s=jump, slope=0.25), 12, 30),
         Cell("32 streams, steep rows", many(32, 0.6, slope=0.25)),
-        Cell(
-            "32 streams, rows steep from 6 s on",
-            many(32, 0.7, **later(6, "target_step_s", steps_of(0.25), slope=0.002)),
-            8,
-        ),
+        Cell("32 streams, rows steep from 6 s on", many(32, 0.7, slope=0.002, **steepens), 8),
         Cell("32 streams, flat rows", many(32, 0.7, slope=0.002), 2, 6),
         Cell("experts, acceptance 0.4", one(0.4, target_step_s=_expert_step_s)),
-        *(Cell(f"poor draft, RTT {ms} ms", one(0.3, network_s=ms / 1e3, bonus_match=0.2)) for ms in (0, 10, 30, 100)),
-        *(Cell(f"acceptance 0.4, RTT 0.5, then {ms} ms", one(0.4, **own), 12) for ms, own in zip((9, 20), moved)),
+        *(Cell(f"poor draft, RTT {ms} ms", world) for ms, world in poor.items()),
+        *(Cell(f"acceptance 0.4, RTT 0.5, then {ms} ms", world, 12) for ms, world in moved.items()),
     ]
 
 
 def paying_cells() -> list[Cell]:
     """Where speculation pays: acceptance by round trip, steep rows, and drafts that are slower or become better."""
-    pays = partial(Cell, pays=True)
-    cells = [
-        pays(f"acceptance {acceptance}, RTT {ms} ms", one(acceptance, network_s=ms / 1e3))
-        for acceptance in (0.5, 0.7, 0.85)
-        for ms in (0, 3, 7, 30, 100)
+    cell, at = partial(Cell, pays=True), partial(one, 0.7)
+    better, faster = later(20, acceptance_factor=1.0), later(20, draft_factor=1.0)
+    grid = [(acceptance, ms) for acceptance in (0.5, 0.7, 0.85) for ms in (0, 3, 7, 30, 100)]
+    wrong = {ms: at(network_s=ms / 1e3, acceptance_factor=0.0, **better) for ms in (3, 10)}
+    slow = {ms: at(network_s=ms / 1e3, draft_factor=100.0, **faster) for ms in (3, 10)}
+    moves = [(first, then, later(10, network_s=then / 1e3)) for first, then in ((0.5, 9), (0.5, 30), (30, 0.5))]
+    experts = {of: many(*of, target_step_s=_expert_step_s) for of in ((1, 0.7), (1, 0.85), (8, 0.7))}
+    return [
+        *(cell(f"acceptance {share}, RTT {ms} ms", one(share, network_s=ms / 1e3)) for share, ms in grid),
+        cell("acceptance 0.7, RTT 3 ms, draft 4 ms", at(draft_s=0.004)),
+        *(cell(f"always wrong for 20 s, then 0.7, RTT {ms} ms", world, 60, 90) for ms, world in wrong.items()),
+        *(cell(f"100 times slower for 20 s, then 0.7, RTT {ms} ms", world, 30, 60) for ms, world in slow.items()),
+        *(cell(f"acceptance 0.7, RTT {a}, then {b} ms", at(network_s=a / 1e3, **own), 12) for a, b, own in moves),
+        *(cell(f"{count} streams on experts, acceptance {of}", world, 2, 8) for (count, of), world in experts.items()),
+        cell("8 streams, acceptance 0.7", many(8, 0.7), 2, 8),
     ]
-    cells.append(pays("acceptance 0.7, RTT 3 ms, draft 4 ms", one(0.7, draft_s=0.004)))
-    for ms in (3, 10):
-        better = one(0.7, network_s=ms / 1e3, acceptance_factor=0.0, changes=((20.0, {"acceptance_factor": 1.0}),))
-        cells.append(pays(f"always wrong for 20 s, then 0.7, RTT {ms} ms", better, 60, 90))
-        faster = one(0.7, network_s=ms / 1e3, draft_factor=100.0, changes=((20.0, {"draft_factor": 1.0}),))
-        cells.append(pays(f"100 times slower for 20 s, then 0.7, RTT {ms} ms", faster, 30, 60))
-    for first_ms, then_ms in ((0.5, 9), (0.5, 30), (30, 0.5)):
-        moved = one(0.7, network_s=first_ms / 1e3, changes=((10.0, {"network_s": then_ms / 1e3}),))
-        cells.append(pays(f"acceptance 0.7, RTT {first_ms}, then {then_ms} ms", moved, 12))
-    for count, acceptance in ((1, 0.7), (1, 0.85), (8, 0.7)):
-        steep = many(count, acceptance, target_step_s=_expert_step_s)
-        cells.append(pays(f"experts, {count} streams, acceptance {acceptance}", steep, 2, 20 if count == 1 else 8))
-    return [*cells, pays("8 streams, acceptance 0.7", many(8, 0.7), 2, 8)]
 
 
 def burst_cells(bursts_s: float = BURSTS_S) -> list[Cell]:
-    """A minute after odd requests have ended."""
+    """A minute after odd requests have ended; some texts have no end."""
     worlds = {
         "near": one(0.7, network_s=0.0005),
-        "on its cores": one(0.7, network_s=0.001, draft_s=0.003, contention=1.25),
+        "far": one(0.7, token_count=math.inf, network_s=0.02),
+        "on its cores": one(0.7, token_count=math.inf, network_s=0.001, draft_s=0.003, contention=1.25),
         "poor, on its cores": one(0.6, network_s=0.001, draft_s=0.004, slope=0.05, contention=1.4),
         "2 streams, on its cores": many(2, 0.7, network_s=0.001, draft_s=0.003, contention=1.25),
-        "far": one(0.7, network_s=0.02),
     }
-    later = partial(Cell, from_s=BACK_S, to_s=BACK_S + COUNTED_S, pays=True, bursts_s=bursts_s)
-    return [later(f"after odd requests, {name}", world) for name, world in worlds.items()]
+    times = BACK_S, BACK_S + COUNTED_S, True, (), False, bursts_s
+    return [Cell(f"after odd requests, {name}", world, *times) for name, world in worlds.items()]
 
 
 CELLS = {cell.name: cell for cell in [*failing_cells(), *paying_cells(), *burst_cells()]}
@@ -224,25 +215,17 @@ CELLS = {cell.name: cell for cell in [*failing_cells(), *paying_cells(), *burst_
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Tokens per second of a cell, means of some seeds; after odd requests the least of `auto` and of `other`, the
-    policy of another checkout. `best`: of the best fixed plan, if it was searched."""
+    """Tokens per second of a cell, means of some seeds. `best`: of the best fixed plan, if it was searched; `other`: of
+    the policy of another checkout. `share`: of what the bar, `bound`, is of."""
 
     name: str
     off: float
     auto: float
-    best: float | None = None
-    plan: str = ""
+    best: float | None
+    plan: str
+    share: float
+    bound: float
     other: float | None = None
-
-    @property
-    def share(self) -> float:
-        """Of what the bar is of."""
-        return self.auto / (self.best or self.off)
-
-    @property
-    def bound(self) -> float:
-        """The bar of the share."""
-        return OF_OFF if self.best is None else OF_BEST_LATER if CELLS[self.name].bursts_s else OF_BEST
 
 
 def mean(cell: Cell, service_of: Callable[[], FixedService], seeds: Sequence[int]) -> float:
@@ -251,23 +234,22 @@ def mean(cell: Cell, service_of: Callable[[], FixedService], seeds: Sequence[int
 
 
 def auto(name: str, seed_count: int) -> float:
-    """Tokens per second of a cell under the coordinator's policy."""
+    """Tokens per second of a cell under the coordinator's policy; of the long bursts on a third of the seeds."""
     cell = CELLS[name]
-    rates = [cell.rate(FleetService(cell.world), seed) for seed in range(seed_count)]
-    return min(rates) if cell.bursts_s else sum(rates) / seed_count
+    return mean(cell, lambda: FleetService(cell.world), range(-(-seed_count // 3) if cell.bursts_s else seed_count))
 
 
 def run(name: str, seed_count: int) -> Result:
     """Runs a cell; the best plan is chosen on a seed of its own."""
-    cell, seeds = CELLS[name], range(seed_count)
+    cell, seeds, best, plan = CELLS[name], range(seed_count), None, OFF_PLAN
     quiet = replace(cell, bursts_s=0.0, from_s=2.0, to_s=20.0) if cell.bursts_s else cell
     plain = cell.streams if cell.is_beside else range(len(cell.world.texts))
-    off = mean(quiet, lambda: FleetService(cell.world, plain=plain), seeds)
-    if not cell.pays:
-        return Result(name, off, auto(name, seed_count))
-    _, plan = best_plan(lambda plan: quiet.rate(FixedService(plan), 1000))
-    best = mean(quiet, lambda: FixedService(plan), seeds)
-    return Result(name, off, auto(name, seed_count), best, plan.description)
+    off, own = mean(quiet, lambda: FleetService(cell.world, plain=plain), seeds), auto(name, seed_count)
+    if cell.pays:
+        plan = best_plan(lambda plan: quiet.rate(FixedService(plan), OTHER_SEED))[1]
+        best = mean(quiet, lambda: FixedService(plan), seeds)
+    bound = OF_BEST_LATER if cell.bursts_s else OF_BEST if cell.pays else OF_OFF
+    return Result(name, off, own, best, plan.description if cell.pays else "", own / (best or off), bound)
 
 
 def in_turn(function: Callable[..., Any], names: Sequence[str], seed_count: int) -> list[Any]:

@@ -14,7 +14,6 @@ import heapq
 import itertools
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,15 +34,18 @@ WAIT_S = 0.5  # of fixed plans that wait
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a request generates. `acceptance`: by place in the round, the last for all later ones. `row_s`: what each of
-    its rows adds to a step. `is_refused`: by the draft. `is_repeated`: the stream goes on with another such text."""
+    """What a request generates. `acceptance`: by place in the round, the last for all later ones. `prompt_rows`,
+    `prompt_s`: what its prompt adds to its first step; `row_s`: what each of its rows adds. `is_refused`: by the draft.
+    `is_repeated`: the stream goes on with another such text. `life_s`: after which it is cancelled."""
 
     acceptance: tuple[float, ...]
     token_count: float = 400
-    prompt_rows: int = 1
+    prompt_rows: int = 0
+    prompt_s: float = 0.0
     row_s: float = 0.0
     is_refused: bool = False
     is_repeated: bool = True
+    life_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +127,15 @@ class Stream:
     evaluated path of the draft reaches the coordinator; it begins after `root` tokens, where the draft knows them.
     `is_late`: a wait ended without tokens, and they have not come since; `is_cold`: nothing came from the draft yet."""
 
-    def __init__(self, text: Text) -> None:
-        self.text, self.text_end, self.is_over = text, 0.0, False
+    def __init__(self, index: int, text: Text) -> None:
+        self.index, self.text, self.text_end, self.is_over = index, text, 0.0, False
         self.ranks, self.timeline = "", [(0.0, 0)]
         self.tree: dict[str, float] = {}
-        self.root, self.drafted_plan = 0, OFF_PLAN
+        self.root, self.drafted_plan, self.is_grown = 0, OFF_PLAN, False
         self.commits: list[tuple[int, Plan]] = []
         self.policy: Policy | FixedService = FixedService()
         self.plan = self.sent_plan = OFF_PLAN
-        self.round_index = self.sent_count = 0
+        self.round_index = 0
         self.verdict_s = self.sent_s = self.queued_s = self.waited_s = 0.0
         self.waiting_since_s: float | None = None
         self.is_late, self.is_cold = False, True
@@ -153,26 +155,27 @@ class Stream:
     def paths_to_run(self, world: World) -> list[str]:
         """The draft takes what was committed, and finds the likeliest paths that are not evaluated yet."""
         for count, plan in self.commits:
-            self.drafted_plan = plan
+            self.drafted_plan, self.is_grown = plan, False
             if moved := self.ranks[self.root : count]:
                 self.root = count
                 self.tree = {path[len(moved) :]: at_s for path, at_s in self.tree.items() if path.startswith(moved)}
         self.commits.clear()
         plan, tree = self.drafted_plan, self.tree
-        if world.draft_factor is None or not plan.window:
+        if world.draft_factor is None or not plan.window or self.is_grown:
             return []
         paths = likeliest(self.shares(world), plan.window)
         ready = (path for path, before in paths if path not in tree and (before in tree or not path))
-        return [*itertools.islice(ready, plan.nodes_per_step)]
+        found = [*itertools.islice(ready, plan.nodes_per_step)]
+        self.is_grown = not found
+        return found
 
 
 class Simulation:
-    """One run: all events in order of time. `plans`: rounds of each; `stall_s`: added to the target's next step."""
+    """One run: all events in order of time."""
 
     def __init__(self, world: World, service: FixedService, seed: int = 0) -> None:
-        self.world, self.service, self.now_s, self.stall_s = world, service, 0.0, 0.0
-        self.streams = [Stream(text) for text in world.texts]
-        self.plans: Counter[Plan] = Counter()
+        self.world, self.service, self.now_s = world, service, 0.0
+        self.streams = [Stream(index, text) for index, text in enumerate(world.texts)]
         self._rng, self._names = random.Random(seed), itertools.count()
         self._uniforms = uniforms(self._rng)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -180,9 +183,9 @@ class Simulation:
         self._queued: list[tuple[Stream, int]] = []
         self._is_target_busy = self._is_draft_busy = False
         for stream, begin_s in zip(self.streams, world.begins_s, strict=True):
-            self.after(begin_s, self.begin, stream)
+            self._after(begin_s, self._begin, stream)
         for at_s, values in world.changes:
-            self.after(at_s, self.change, values)
+            self._after(at_s, self._change, values)
         self._ping()
 
     def run_until(self, end_s: float) -> None:
@@ -196,29 +199,26 @@ class Simulation:
         counts = [count for time_s, count in self.streams[index].timeline if from_s <= time_s <= to_s]
         return (counts[-1] - counts[0]) / (to_s - from_s) if counts else 0.0
 
-    def after(self, seconds: float, happen: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function at a later time."""
+    def _after(self, seconds: float, happen: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._names), happen, arguments))
 
-    def change(self, values: dict[str, Any]) -> None:
-        """Changes the world, by field."""
+    def _change(self, values: dict[str, Any]) -> None:
         self.world = replace(self.world, **values)
 
-    def begin(self, stream: Stream) -> None:
-        """Opens the session of a stream's first text."""
+    def _begin(self, stream: Stream) -> None:
         self._running.append(stream)
         self._begin_text(stream)
+        self._after(stream.text.life_s, self._end, stream)
         stream.verdict_s, stream.plan = self.now_s, stream.policy.plan(SPARE_TOKENS)
         self._request(stream)
 
-    def end(self, stream: Stream) -> None:
-        """Ends a stream in whatever state it is; idempotent."""
+    def _end(self, stream: Stream) -> None:
         stream.is_over, stream.waiting_since_s = True, None
         self._running = [own for own in self._running if own is not stream]
         self._queued = [entry for entry in self._queued if entry[0] is not stream]
 
     def _begin_text(self, stream: Stream) -> None:
-        stream.policy = self.service.policy(self.streams.index(stream), len(self._running))
+        stream.policy = self.service.policy(stream.index, len(self._running))
         stream.round_index, stream.text_end = 0, len(stream.ranks) + stream.text.token_count
 
     def _varied(self, step_s: float) -> float:
@@ -226,21 +226,21 @@ class Simulation:
 
     def _ping(self) -> None:
         self.service.on_draft(self.world.network_s)
-        self.after(PING_S, self._ping)
+        self._after(PING_S, self._ping)
 
     def _request(self, stream: Stream) -> None:
         """Tells the draft what is committed, and sends the next verification, or holds it until tokens are in hand."""
-        self.after(self.world.network_s / 2, self._commit, stream, (len(stream.ranks), stream.plan))
+        self._after(self.world.network_s / 2, self._commit, stream, (len(stream.ranks), stream.plan))
         in_hand = stream.in_hand(self.now_s, max(1, stream.plan.wait_length))
         stream.is_late &= not 0 < stream.plan.wait_length <= in_hand
         if in_hand >= stream.plan.wait_length or stream.is_cold or stream.is_late:
             self._send(stream)
         else:
             stream.waiting_since_s = self.now_s
-            self.after(stream.plan.wait_s, self._end_wait, stream, stream.sent_count)
+            self._after(stream.plan.wait_s, self._end_wait, stream, self.now_s)
 
-    def _end_wait(self, stream: Stream, sent_count: int) -> None:
-        if stream.waiting_since_s is not None and stream.sent_count == sent_count:
+    def _end_wait(self, stream: Stream, since_s: float) -> None:
+        if stream.waiting_since_s == since_s:
             stream.is_late = True
             self._send(stream)
 
@@ -252,9 +252,9 @@ class Simulation:
     def _send(self, stream: Stream) -> None:
         if stream.waiting_since_s is not None:
             stream.waited_s, stream.waiting_since_s = self.now_s - stream.waiting_since_s, None
-        stream.sent_count, stream.sent_s, stream.sent_plan = stream.sent_count + 1, self.now_s, stream.plan
+        stream.sent_s, stream.sent_plan = self.now_s, stream.plan
         offered_count = stream.in_hand(self.now_s, stream.plan.draft_length_max)
-        self.after(self.world.overhead_s, self._queue, stream, offered_count)
+        self._after(self.world.overhead_s, self._queue, stream, offered_count)
 
     def _queue(self, stream: Stream, offered_count: int) -> None:
         if not stream.is_over:
@@ -262,20 +262,20 @@ class Simulation:
             self._queued.append((stream, offered_count))
             if not self._is_target_busy:
                 self._is_target_busy = True
-                self.after(0.0, self._target_step)
+                self._after(0.0, self._target_step)
 
     def _target_step(self) -> None:
         """One step for all that is queued."""
         batch, self._queued, world = self._queued, [], self.world
         self._is_target_busy = bool(batch)
         if batch:
-            prompt_rows = sum(stream.text.prompt_rows - 1 for stream, _ in batch if not stream.round_index)
-            rows = prompt_rows + sum(offered_count + 1 for _, offered_count in batch)
+            prompts = [stream.text for stream, _ in batch if not stream.round_index]
+            rows = sum(text.prompt_rows for text in prompts) + sum(offered_count + 1 for _, offered_count in batch)
             step_s = self._varied(world.target_step_s(rows) * (world.contention if self._is_draft_busy else 1.0))
-            step_s += self.stall_s + sum(stream.text.row_s * (offered_count + 1) for stream, offered_count in batch)
+            step_s += sum(stream.text.row_s * (offered_count + 1) for stream, offered_count in batch)
+            step_s += sum(text.prompt_s for text in prompts)
             step_s *= PAUSE_FACTOR if world.pause_share > next(self._uniforms) else 1.0
-            self.stall_s = 0.0
-            self.after(step_s, self._conclude, batch, rows, step_s)
+            self._after(step_s, self._conclude, batch, rows, step_s)
 
     def _conclude(self, batch: list[tuple[Stream, int]], rows: int, step_s: float) -> None:
         active = len(batch) + len(self._queued)
@@ -284,7 +284,7 @@ class Simulation:
                 queue_s = self.now_s - step_s - stream.queued_s
                 step = TargetStep(queue_s, step_s, rows=rows, sessions=len(batch), active_sessions=active)
                 self._end_round(stream, offered_count, step)
-        self.after(self.world.gather_s if active > 1 else 0.0, self._target_step)
+        self._after(self.world.gather_s if active > 1 else 0.0, self._target_step)
 
     def _outcomes(self, stream: Stream, offered_count: int) -> str:
         """Returns the rank of each token of the round among its candidates: accepted ones, then the next token."""
@@ -309,12 +309,11 @@ class Simulation:
         was_looked_up = stream.tree.get(stream.ranks[stream.root : -1], math.inf) <= self.now_s
         tree = TreeUse(was_looked_up, was_looked_up and ranks[-1] in "012"[: len(stream.shares(self.world))])
         record = RoundRecord(stream.round_index, stream.sent_plan, tokens, tree, times, step)
-        self.plans[stream.sent_plan] += 1
         stream.timeline.append((self.now_s, len(stream.ranks)))
         stream.round_index, stream.verdict_s, stream.waited_s = stream.round_index + 1, self.now_s, 0.0
         is_end = len(stream.ranks) >= stream.text_end
         if is_end and not stream.text.is_repeated:
-            self.end(stream)
+            self._end(stream)
             return
         self._request(stream)
         if is_end:
@@ -336,13 +335,13 @@ class Simulation:
         self._is_draft_busy = node_count > 0
         if node_count:
             step_s = self._varied(self.world.draft_step_s(node_count) * (self.world.draft_factor or 1.0))
-            self.after(step_s, self._end_draft_step, runs, node_count, step_s)
+            self._after(step_s, self._end_draft_step, runs, node_count, step_s)
 
     def _end_draft_step(self, runs: list[tuple[Stream, list[str]]], node_count: int, step_s: float) -> None:
         """The candidates below the evaluated paths exist; half a round trip later the coordinator has them."""
         for stream, paths in runs:
             stream.tree |= dict.fromkeys(paths, self.now_s + self.world.network_s / 2)
-        self.after(self.world.network_s / 2, self._receive, runs, node_count, step_s)
+        self._after(self.world.network_s / 2, self._receive, runs, node_count, step_s)
         self._draft_step()
 
     def _receive(self, runs: list[tuple[Stream, list[str]]], node_count: int, step_s: float) -> None:
