@@ -27,7 +27,7 @@ OVERHEAD_GUESS_S = 0.0015  # of a round beside the step, without waiting
 LOCAL_GUESS, LOCAL_OFFERED = 0.1, 0.5  # tokens of a round by the coordinator's own proposers
 REFRESH_S = 0.05
 BUDGET_SHARE, BUDGET_S, DEBT_S = 0.01, 1.0, 0.15  # of all time, that exploration may lose; most that it saves, owes
-SPREAD = 0.6  # of a round's tokens, relative to their mean
+SPREAD = 1.0  # of a round's tokens, relative to their mean
 REACH_LEAST, REACH_MOST = 0.02, 0.9  # a draft token costs bytes and the coordinator's time too
 
 
@@ -98,6 +98,7 @@ class Goodput:
         jumps = self.steps.jumps
         self.steps.on_step(record)
         if self.steps.jumps != jumps:
+            self._forget()
             self.refresh(record.times.end_s, is_due=True)
         self.round_count += 1
         if record.plan.window or self.round_count == 1:
@@ -141,30 +142,33 @@ class Goodput:
         target_s = self.steps.step_s(load, True) + overhead_s
         if self.drafting:
             self._check_draft(target_s)
-        weight = sum(own.rounds for own in self.drafting)
-        promise = (PRIOR_ROUNDS + sum(own.rounds * own.accepted.value for own in self.drafting)) / (
-            PRIOR_ROUNDS + weight
-        )
+        rounds = PRIOR_ROUNDS + sum(own.rounds for own in self.drafting)
+        accepted = PRIOR_ROUNDS + sum(own.rounds * own.accepted.value for own in self.drafting)
+        usual = min(1.0, accepted / rounds)  # a draft whose plans all bring less than forecast
         for own in self.candidates:
             if now_s > own.updated_s + elapsed_s:
                 own.forget(math.exp(-elapsed_s / IDLE_S))
             offered = LOCAL_OFFERED if own is self.local else 0.0
             if own.plan.window:
                 own.forecast = forecast(own.plan, self._draft, load, target_s)
-                offered = own.forecast.length
-            own.yield_ = own.accepted.shrunk(promise, PRIOR_ROUNDS)
+                offered = own.forecast.offered
+            own.yield_ = own.accepted.shrunk(usual, PRIOR_ROUNDS)
             rows = load * (1 + own.offered.shrunk(offered, PRIOR_ROUNDS))
             paths = load * own.paths.shrunk(0.0, PRIOR_ROUNDS)
             beside_s = own.beside_s.shrunk(own.forecast.wait_s + overhead_s, PRIOR_ROUNDS)
             own.round_s = self.steps.step_s(rows, own.plan.window > 0, paths) + beside_s
 
     def _check_draft(self, target_s: float) -> None:
-        """Drops what the draft's plans measured where its times jumped: the forecasts know of it at once."""
+        """Begins anew where the draft's times jumped: the forecasts know of it at once."""
         trip_s = self._draft.trip_s(self.drafting[0].plan, self.steps.load)
         if abs(trip_s - self._trip_s) > 0.25 * self._trip_s + 0.1 * target_s or self._draft.jumps != self._draft_jumps:
-            for own in self.drafting:
-                own.forget()
+            self._forget()
             self._trip_s, self._draft_jumps = trip_s, self._draft.jumps
+
+    def _forget(self) -> None:
+        """Drops what the plans with the draft measured."""
+        for own in self.drafting:
+            own.forget()
 
     def rate(self, own: Candidate, acceptance: float, local_accepted: float) -> float:
         """Tokens per second of a session at an acceptance, of whose rounds each accepts `local_accepted` tokens of the
