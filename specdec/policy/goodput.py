@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.policy.acceptance import Acceptance
+from specdec.policy.acceptance import UNTESTED_S, Acceptance
 from specdec.policy.draft_time import DraftTimes
 from specdec.policy.mean import Mean
 from specdec.policy.plans import Forecast, catalogue, forecast
@@ -56,10 +56,10 @@ class Candidate:
         for mean in (self.accepted, self.offered, self.paths, self.beside_s):
             mean.forget(kept_share)
 
-    def add(self, record: RoundRecord, expected: float, beside_s: float) -> None:
-        """Adds a round of a session for which the forecast was `expected` accepted tokens; 0: it has none."""
+    def add(self, record: RoundRecord, share: float, beside_s: float) -> None:
+        """Adds a round that accepted a share of the forecast."""
         tokens = record.tokens
-        self.accepted.add(tokens.accepted_count / expected if expected else 0.0)
+        self.accepted.add(share)
         self.offered.add(tokens.offered_count)
         if self.plan.draft_length_max:
             self.paths.add(max(0, tokens.path_count - 1))
@@ -86,6 +86,8 @@ class Goodput:
         self.drafting = [own for own in others if own.plan.window]
         self.local = next((own for own in others if not own.plan.window), None)
         self.local_accepted = Mean(LOCAL_GUESS, ROUNDS_KEPT)
+        self._overhead_s = Mean(OVERHEAD_GUESS_S, ROUNDS_KEPT)  # beside the step, without the draft
+        self._usual = Mean(1.0, ROUNDS_KEPT)  # accepted over forecast tokens, of all plans of the draft
         self.round_count = 0
         self.exploring_until_s = self.baseline_until_s = self.drafted_s = -math.inf
         self.baseline_s = 0.0  # when plain decoding is due; 0: never measured
@@ -115,15 +117,22 @@ class Goodput:
         """Share of the time of one session that all others together lose while one session drafts and they do not."""
         return (self.steps.load - 1) * self.steps.slowdown_s() / self.steps.step_s(self.steps.load, True)
 
-    def measure(self, own: Candidate, record: RoundRecord, expected: float) -> None:
-        """Adds a round that counts for its plan."""
+    def measure(self, own: Candidate, record: RoundRecord, acceptance: float) -> None:
+        """Adds a round that counts for its plan, of a session at an acceptance."""
         step, times = record.step, record.times
         beside_s = times.round_s - step.step_s - max(0.0, step.queue_s - step.step_s)
         active = step.active_sessions
         if active > step.sessions > 0:  # some sessions are in another step: the queue for it is a part of T(load)
             whole, part = (self.steps.step_s(rows, True) for rows in (step.rows * active / step.sessions, step.rows))
             beside_s -= step.step_s * (whole / part - 1)
-        own.add(record, expected, max(0.0, beside_s))
+        beside_s = max(0.0, beside_s)
+        if own.plan.window:
+            share = record.tokens.model_accepted_count / own.forecast.accepted(acceptance)
+            own.add(record, share, beside_s)
+            self._usual.add(share)
+        else:
+            own.add(record, 1.0, beside_s)
+            self._overhead_s.add(beside_s)
         if times.wait_s < record.plan.wait_s and (times.wait_s or record.tokens.model_offered_count):
             self._draft.on_wait(own.plan, self.steps.load, times.wait_s)
 
@@ -137,14 +146,13 @@ class Goodput:
         self._draft.fade(now_s)
         if now_s > self.drafted_s + elapsed_s:
             self.acceptance.fade(elapsed_s)
+            self._usual.forget(math.exp(-elapsed_s / UNTESTED_S))
         load = self.steps.load
-        overhead_s = self.off.beside_s.shrunk(OVERHEAD_GUESS_S, PRIOR_ROUNDS)
+        overhead_s = self._overhead_s.shrunk(OVERHEAD_GUESS_S, PRIOR_ROUNDS)
         target_s = self.steps.step_s(load, True) + overhead_s
         if self.drafting:
             self._check_draft(target_s)
-        rounds = PRIOR_ROUNDS + sum(own.rounds for own in self.drafting)
-        accepted = PRIOR_ROUNDS + sum(own.rounds * own.accepted.value for own in self.drafting)
-        usual = min(1.0, accepted / rounds)  # a draft whose plans all bring less than forecast
+        usual = min(1.0, self._usual.shrunk(1.0, PRIOR_ROUNDS))
         for own in self.candidates:
             if now_s > own.updated_s + elapsed_s:
                 own.forget(math.exp(-elapsed_s / IDLE_S))
@@ -172,15 +180,13 @@ class Goodput:
 
     def rate(self, own: Candidate, acceptance: float, local_accepted: float) -> float:
         """Tokens per second of a session at an acceptance, of whose rounds each accepts `local_accepted` tokens of the
-        coordinator's own proposers."""
-        return (1 + own.yield_ * self.expected(own, acceptance, local_accepted)) / own.round_s
-
-    def expected(self, own: Candidate, acceptance: float, local_accepted: float) -> float:
-        """Accepted tokens of a round by the forecast; local ones count where the draft has none."""
-        if not own.plan.window:
-            return local_accepted if own is self.local else 0.0
-        accepted = own.forecast.accepted(acceptance)
-        return accepted + local_accepted / (1 + accepted)
+        coordinator's own proposers, or those in the share of rounds in which the draft has none."""
+        accepted = 0.0
+        if own.plan.window:
+            accepted = own.yield_ * own.forecast.accepted(acceptance)
+        if own is not self.off:
+            accepted += local_accepted / (1 + accepted)
+        return (1 + accepted) / own.round_s
 
     def best_rate(self) -> float:
         """Tokens per second of the best measured plan, for the mean session."""

@@ -106,7 +106,7 @@ class GoodputPolicy:
             self._counted_rounds += 1
             if record.plan.window:
                 self._acceptance.add(record)
-            goodput.measure(self._own, record, self._expected)
+            goodput.measure(self._own, record, self._acceptance.value)
         if now_s < goodput.baseline_until_s and self._own is not goodput.off and not self._exploration:
             self._explore(goodput.off, BASELINE_ROUNDS, now_s)
         elif goodput.steps.jumps != self._jumps or (
@@ -161,12 +161,10 @@ class GoodputPolicy:
         self._weigh()
 
     def _weigh(self) -> None:
-        """Sets what a draft token, and the heads of a round, must bring to be worth their time; and what is expected
-        of a round."""
+        """Sets what a draft token, and the heads of a round, must bring to be worth their time."""
         goodput, rate = self._goodput, self._rate(self._own)
         self.reach_min, self.path_reach_min = goodput.reach_min(rate)
         self._heads_min = max(1.2 * rate * goodput.steps.heads_s(), REACH_LEAST)
-        self._expected = goodput.expected(self._own, self._acceptance.value, self._local)
 
     def _review(self, round_index: int, now_s: float) -> None:
         """Keeps or changes the plan."""
