@@ -28,11 +28,11 @@ BACK_S = 40.0  # in which what a session learned of plans that rest is forgotten
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """A plan that is explored until `rounds` of its rounds counted, or `ends_s`; `best_rate`: of the best plan."""
+    """A plan that is explored until `rounds` of its rounds counted, or `ends_s`; `instead`: the best plan."""
 
     rounds: int
     ends_s: float
-    best_rate: float
+    instead: Candidate
 
 
 class Helper:
@@ -229,16 +229,19 @@ class GoodputPolicy:
         return max(0.0, seconds * (1 - self._rate(own) / best_rate))
 
     def _explore(self, own: Candidate, rounds: int, now_s: float) -> None:
-        goodput, best_rate = self._goodput, self._rate(self._own)
+        goodput = self._goodput
         ends_s = now_s + min(2 * (goodput.warm_s(own) + rounds * own.round_s), EXPLORATION_MAX_S)
-        self._exploration = Exploration(rounds, ends_s, best_rate)
+        self._exploration = Exploration(rounds, ends_s, self._own)
         self._explored_tokens, self._explored_s = 0, 0.0
         goodput.exploring_until_s = ends_s
         self._run(own, now_s)
 
     def _charge(self, exploration: Exploration) -> None:
-        """Takes from the budget what an exploration lost: its seconds, less those of the best plan for its tokens."""
-        lost_s = self._explored_s - self._explored_tokens / exploration.best_rate
+        """Takes from the budget what an exploration lost against the best plan: the mean of what its tokens and what
+        its estimated rate say, as its rounds are few."""
+        best_rate = self._rate(exploration.instead)
+        lost_s = self._explored_s * (1 - self._rate(self._own) / best_rate)
+        lost_s = (lost_s + self._explored_s - self._explored_tokens / best_rate) / 2
         if self._own.plan.window:
             lost_s += self._explored_s * self._goodput.others_loss()
         self._lost_s += self._goodput.charge(lost_s)
