@@ -60,8 +60,8 @@ def check_node_count(count: int) -> None:
 
 
 class Peer(ABC):
-    """One replica and its link, which connects by itself. `fingerprint`: of the tokenizer that it must have; `goodputs`:
-    of plans with it, by rule, cap and kinds of proposers."""
+    """One replica and its link, which connects by itself. `fingerprint`: of the tokenizer that it must have.
+    `goodputs`: of plans with it, by rule, cap and kinds of proposers."""
 
     name: ClassVar[str]
     service: ClassVar[str]

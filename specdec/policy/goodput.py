@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.policy.acceptance import Acceptance
+from specdec.policy.acceptance import UNTESTED_S, Acceptance
 from specdec.policy.draft_time import DraftTimes
 from specdec.policy.mean import Mean
 from specdec.policy.plans import Forecast, catalogue, forecast
@@ -27,7 +27,7 @@ OVERHEAD_GUESS_S = 0.0015  # of a round beside the step, without waiting
 LOCAL_GUESS, LOCAL_OFFERED = 0.1, 0.5  # tokens of a round by the coordinator's own proposers
 REFRESH_S = 0.05
 BUDGET_SHARE, BUDGET_S, DEBT_S = 0.01, 1.0, 0.15  # of all time, that exploration may lose; most that it saves, owes
-SPREAD = 0.6  # of a round's tokens, relative to their mean
+SPREAD = 1.0  # of a round's tokens, relative to their mean
 REACH_LEAST, REACH_MOST = 0.02, 0.9  # a draft token costs bytes and the coordinator's time too
 
 
@@ -56,10 +56,10 @@ class Candidate:
         for mean in (self.accepted, self.offered, self.paths, self.beside_s):
             mean.forget(kept_share)
 
-    def add(self, record: RoundRecord, expected: float, beside_s: float) -> None:
-        """Adds a round of a session for which the forecast was `expected` accepted tokens; 0: it has none."""
+    def add(self, record: RoundRecord, share: float, beside_s: float) -> None:
+        """Adds a round that accepted a share of the forecast."""
         tokens = record.tokens
-        self.accepted.add(tokens.accepted_count / expected if expected else 0.0)
+        self.accepted.add(share)
         self.offered.add(tokens.offered_count)
         if self.plan.draft_length_max:
             self.paths.add(max(0, tokens.path_count - 1))
@@ -86,6 +86,8 @@ class Goodput:
         self.drafting = [own for own in others if own.plan.window]
         self.local = next((own for own in others if not own.plan.window), None)
         self.local_accepted = Mean(LOCAL_GUESS, ROUNDS_KEPT)
+        self._overhead_s = Mean(OVERHEAD_GUESS_S, ROUNDS_KEPT)  # beside the step, without the draft
+        self._usual = Mean(1.0, ROUNDS_KEPT)  # accepted over forecast tokens, of all plans of the draft
         self.round_count = 0
         self.exploring_until_s = self.baseline_until_s = self.drafted_s = -math.inf
         self.baseline_s = 0.0  # when plain decoding is due; 0: never measured
@@ -98,6 +100,7 @@ class Goodput:
         jumps = self.steps.jumps
         self.steps.on_step(record)
         if self.steps.jumps != jumps:
+            self._forget()
             self.refresh(record.times.end_s, is_due=True)
         self.round_count += 1
         if record.plan.window or self.round_count == 1:
@@ -114,15 +117,22 @@ class Goodput:
         """Share of the time of one session that all others together lose while one session drafts and they do not."""
         return (self.steps.load - 1) * self.steps.slowdown_s() / self.steps.step_s(self.steps.load, True)
 
-    def measure(self, own: Candidate, record: RoundRecord, expected: float) -> None:
-        """Adds a round that counts for its plan."""
+    def measure(self, own: Candidate, record: RoundRecord, acceptance: float) -> None:
+        """Adds a round that counts for its plan, of a session at an acceptance."""
         step, times = record.step, record.times
         beside_s = times.round_s - step.step_s - max(0.0, step.queue_s - step.step_s)
         active = step.active_sessions
         if active > step.sessions > 0:  # some sessions are in another step: the queue for it is a part of T(load)
             whole, part = (self.steps.step_s(rows, True) for rows in (step.rows * active / step.sessions, step.rows))
             beside_s -= step.step_s * (whole / part - 1)
-        own.add(record, expected, max(0.0, beside_s))
+        beside_s = max(0.0, beside_s)
+        if own.plan.window:
+            share = record.tokens.model_accepted_count / own.forecast.accepted(acceptance)
+            own.add(record, share, beside_s)
+            self._usual.add(share)
+        else:
+            own.add(record, 1.0, beside_s)
+            self._overhead_s.add(beside_s)
         if times.wait_s < record.plan.wait_s and (times.wait_s or record.tokens.model_offered_count):
             self._draft.on_wait(own.plan, self.steps.load, times.wait_s)
 
@@ -136,47 +146,47 @@ class Goodput:
         self._draft.fade(now_s)
         if now_s > self.drafted_s + elapsed_s:
             self.acceptance.fade(elapsed_s)
+            self._usual.forget(math.exp(-elapsed_s / UNTESTED_S))
         load = self.steps.load
-        overhead_s = self.off.beside_s.shrunk(OVERHEAD_GUESS_S, PRIOR_ROUNDS)
+        overhead_s = self._overhead_s.shrunk(OVERHEAD_GUESS_S, PRIOR_ROUNDS)
         target_s = self.steps.step_s(load, True) + overhead_s
         if self.drafting:
             self._check_draft(target_s)
-        weight = sum(own.rounds for own in self.drafting)
-        promise = (PRIOR_ROUNDS + sum(own.rounds * own.accepted.value for own in self.drafting)) / (
-            PRIOR_ROUNDS + weight
-        )
+        usual = min(1.0, self._usual.shrunk(1.0, PRIOR_ROUNDS))
         for own in self.candidates:
             if now_s > own.updated_s + elapsed_s:
                 own.forget(math.exp(-elapsed_s / IDLE_S))
             offered = LOCAL_OFFERED if own is self.local else 0.0
             if own.plan.window:
                 own.forecast = forecast(own.plan, self._draft, load, target_s)
-                offered = own.forecast.length
-            own.yield_ = own.accepted.shrunk(promise, PRIOR_ROUNDS)
+                offered = own.forecast.offered
+            own.yield_ = own.accepted.shrunk(usual, PRIOR_ROUNDS)
             rows = load * (1 + own.offered.shrunk(offered, PRIOR_ROUNDS))
             paths = load * own.paths.shrunk(0.0, PRIOR_ROUNDS)
             beside_s = own.beside_s.shrunk(own.forecast.wait_s + overhead_s, PRIOR_ROUNDS)
             own.round_s = self.steps.step_s(rows, own.plan.window > 0, paths) + beside_s
 
     def _check_draft(self, target_s: float) -> None:
-        """Drops what the draft's plans measured where its times jumped: the forecasts know of it at once."""
+        """Begins anew where the draft's times jumped: the forecasts know of it at once."""
         trip_s = self._draft.trip_s(self.drafting[0].plan, self.steps.load)
         if abs(trip_s - self._trip_s) > 0.25 * self._trip_s + 0.1 * target_s or self._draft.jumps != self._draft_jumps:
-            for own in self.drafting:
-                own.forget()
+            self._forget()
             self._trip_s, self._draft_jumps = trip_s, self._draft.jumps
+
+    def _forget(self) -> None:
+        """Drops what the plans with the draft measured."""
+        for own in self.drafting:
+            own.forget()
 
     def rate(self, own: Candidate, acceptance: float, local_accepted: float) -> float:
         """Tokens per second of a session at an acceptance, of whose rounds each accepts `local_accepted` tokens of the
-        coordinator's own proposers."""
-        return (1 + own.yield_ * self.expected(own, acceptance, local_accepted)) / own.round_s
-
-    def expected(self, own: Candidate, acceptance: float, local_accepted: float) -> float:
-        """Accepted tokens of a round by the forecast; local ones count where the draft has none."""
-        if not own.plan.window:
-            return local_accepted if own is self.local else 0.0
-        accepted = own.forecast.accepted(acceptance)
-        return accepted + local_accepted / (1 + accepted)
+        coordinator's own proposers, or those in the share of rounds in which the draft has none."""
+        accepted = 0.0
+        if own.plan.window:
+            accepted = own.yield_ * own.forecast.accepted(acceptance)
+        if own is not self.off:
+            accepted += local_accepted / (1 + accepted)
+        return (1 + accepted) / own.round_s
 
     def best_rate(self) -> float:
         """Tokens per second of the best measured plan, for the mean session."""

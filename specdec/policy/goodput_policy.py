@@ -28,11 +28,11 @@ BACK_S = 40.0  # in which what a session learned of plans that rest is forgotten
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """A plan that is explored until `rounds` of its rounds counted, or `ends_s`; `best_rate`: of the best plan."""
+    """A plan that is explored until `rounds` of its rounds counted, or `ends_s`; `instead`: the best plan."""
 
     rounds: int
     ends_s: float
-    best_rate: float
+    instead: Candidate
 
 
 class Helper:
@@ -106,7 +106,7 @@ class GoodputPolicy:
             self._counted_rounds += 1
             if record.plan.window:
                 self._acceptance.add(record)
-            goodput.measure(self._own, record, self._expected)
+            goodput.measure(self._own, record, self._acceptance.value)
         if now_s < goodput.baseline_until_s and self._own is not goodput.off and not self._exploration:
             self._explore(goodput.off, BASELINE_ROUNDS, now_s)
         elif goodput.steps.jumps != self._jumps or (
@@ -161,12 +161,10 @@ class GoodputPolicy:
         self._weigh()
 
     def _weigh(self) -> None:
-        """Sets what a draft token, and the heads of a round, must bring to be worth their time; and what is expected
-        of a round."""
+        """Sets what a draft token, and the heads of a round, must bring to be worth their time."""
         goodput, rate = self._goodput, self._rate(self._own)
         self.reach_min, self.path_reach_min = goodput.reach_min(rate)
         self._heads_min = max(1.2 * rate * goodput.steps.heads_s(), REACH_LEAST)
-        self._expected = goodput.expected(self._own, self._acceptance.value, self._local)
 
     def _review(self, round_index: int, now_s: float) -> None:
         """Keeps or changes the plan."""
@@ -231,16 +229,19 @@ class GoodputPolicy:
         return max(0.0, seconds * (1 - self._rate(own) / best_rate))
 
     def _explore(self, own: Candidate, rounds: int, now_s: float) -> None:
-        goodput, best_rate = self._goodput, self._rate(self._own)
+        goodput = self._goodput
         ends_s = now_s + min(2 * (goodput.warm_s(own) + rounds * own.round_s), EXPLORATION_MAX_S)
-        self._exploration = Exploration(rounds, ends_s, best_rate)
+        self._exploration = Exploration(rounds, ends_s, self._own)
         self._explored_tokens, self._explored_s = 0, 0.0
         goodput.exploring_until_s = ends_s
         self._run(own, now_s)
 
     def _charge(self, exploration: Exploration) -> None:
-        """Takes from the budget what an exploration lost: its seconds, less those of the best plan for its tokens."""
-        lost_s = self._explored_s - self._explored_tokens / exploration.best_rate
+        """Takes from the budget what an exploration lost against the best plan: the mean of what its tokens and what
+        its estimated rate say, as its rounds are few."""
+        best_rate = self._rate(exploration.instead)
+        lost_s = self._explored_s * (1 - self._rate(self._own) / best_rate)
+        lost_s = (lost_s + self._explored_s - self._explored_tokens / best_rate) / 2
         if self._own.plan.window:
             lost_s += self._explored_s * self._goodput.others_loss()
         self._lost_s += self._goodput.charge(lost_s)

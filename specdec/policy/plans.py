@@ -18,18 +18,20 @@ STREAMING_TREES = Plan(4, 12, 4), Plan(16, 32, 8)
 WAITING_TREES = Plan(6, 16, 8, 2), Plan(16, 32, 8, 3)
 # Under COUPLED: where the draft's best perturbed score is wrong, its next ones are often right.
 WAITING_TREES_COUPLED = Plan(12, 16, 8, 2, siblings=2), Plan(16, 32, 8, 3, siblings=2)
-TREE_DEPTH = 8.0  # of a tree's path
+TREE_DEPTH, TREE_OFFERED = 8.0, 0.55  # of a streaming tree's path; the mean of it that is in hand
 TREE_SHARE, TREE_DELAY_STEPS = 0.78, 3.0  # of a path's tokens, and draft steps by which they are late
+WAITING_SHARE, WAITING_GROWTH = 0.95, 0.2  # the same of a waiting tree; draft steps in a target step that lengthen it
 OUTSIDE_SHARE = 0.5  # of a waiting tree's rounds whose next token was not in the tree: they wait for the draft
 EXPECTED_MIN = 0.05  # accepted tokens that any plan promises: what promises nothing is never measured
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a plan promises a session: `length`, the draft tokens of a round; `share` of these that are not late;
-    `delay_steps`, target steps by which they are late; `wait_s` a round."""
+    """What a plan promises a session: `offered` draft tokens of a round; a path of `length`, `share` of whose tokens
+    are not late; `delay_steps`, target steps by which they are late; `wait_s` a round."""
 
-    length: float
+    offered: float
+    length: float = 0.0
     share: float = 1.0
     delay_steps: float = 0.0
     wait_s: float = 0.0
@@ -54,7 +56,11 @@ def forecast(plan: Plan, draft: DraftTimes, load: float, target_s: float) -> For
     nothing."""
     wait_s, draft_s = draft.wait_s(plan, load), draft.step_s(plan, load)
     if plan.wait_length and plan.nodes_per_step == 1:
-        return Forecast(float(plan.wait_length), wait_s=wait_s)
-    delay_s = TREE_DELAY_STEPS * draft_s + (0.0 if plan.wait_length else draft.network_s)
-    length = min(plan.draft_length_max, TREE_DEPTH, 1 + target_s / draft_s)
-    return Forecast(length, TREE_SHARE, delay_s / target_s, OUTSIDE_SHARE * wait_s)
+        return Forecast(float(plan.wait_length), float(plan.wait_length), wait_s=wait_s)
+    draft_steps = target_s / draft_s
+    if plan.wait_length:
+        length = min(plan.draft_length_max, plan.wait_length + WAITING_GROWTH * draft_steps)
+        return Forecast(length, length, WAITING_SHARE, wait_s=OUTSIDE_SHARE * wait_s)
+    length = min(plan.draft_length_max, TREE_DEPTH, draft_steps)
+    delay_steps = TREE_DELAY_STEPS / draft_steps + draft.network_s / target_s
+    return Forecast(TREE_OFFERED * length, length, TREE_SHARE, delay_steps)

@@ -42,7 +42,6 @@ TABLE = (
     Imports("specdec.process_watch", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports("specdec.terminal", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports("specdec.streams", ("specdec.terminal",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
-    Imports("specdec.step_curve", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE),
     Imports("specdec.tokenizer_file", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports(
         "specdec.protocol",
@@ -55,6 +54,7 @@ TABLE = (
         ("specdec.errors", "specdec.folders", "specdec.settings", *VALUES),
         MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",),
     ),
+    Imports("specdec.step_curve", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE),
     Imports(
         "specdec.policy",
         (

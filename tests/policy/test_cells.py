@@ -11,8 +11,8 @@ import pytest
 
 from bench.policy_cells import OF_OFF, AutoService, Cell, failing_cells, one, paying_cells, rate, run
 from bench.policy_world import FixedService, Simulated
-from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.table import EXPLORATION_SHARE
+from specdec.policy.goodput import BUDGET_SHARE
+from specdec.policy.goodput_policy import GoodputPolicy
 from specdec.protocol.plan import OFF_PLAN
 
 pytestmark = pytest.mark.lengthy
@@ -80,14 +80,14 @@ def test_exploration_is_counted_and_bounded() -> None:
     """Claim: the time lost to exploration, as the policies count it, stays within its share of all time and the
     initial credit; exploration rounds are counted with it."""
     cell = next(cell for cell in paying_cells() if cell.name == "acceptance 0.7, RTT 3 ms")
-    policies: list[AutoPolicy] = []
+    policies: list[GoodputPolicy] = []
 
     class Counting(AutoService):
-        def policy(self, index: int) -> AutoPolicy:
+        def policy(self, index: int) -> GoodputPolicy:
             policies.append(super().policy(index))
             return policies[-1]
 
     Simulated(cell.world, Counting(cell.world), 0).run_until(20.0)
     predictions = [policy.prediction for policy in policies]
     assert sum(each.num_rounds_exploring for each in predictions) > 20
-    assert 0 < sum(each.exploration_loss_s for each in predictions) <= 20 * EXPLORATION_SHARE + 0.4
+    assert 0 < sum(each.exploration_loss_s for each in predictions) <= 20 * BUDGET_SHARE + 0.4

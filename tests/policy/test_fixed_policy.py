@@ -6,8 +6,9 @@ import pytest
 
 from bench.policy_cells import TARGET_S, many, one, steps_of
 from bench.policy_world import Service, Simulated, World
-from specdec.policy.draft_limit import DraftLimit, Load
+from specdec.policy.acceptance import Acceptance
 from specdec.policy.fixed_policy import FixedPolicy
+from specdec.policy.steps import StepTimes
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Policy
 from specdec.protocol.records import RoundRecord
@@ -19,6 +20,13 @@ STREAMS = 24
 STEEP, FLAT = 0.1, 0.0001  # what a row adds to a step, as a share of the first: a saturated machine, and a free one
 
 
+def primed(slope: float) -> StepTimes:
+    """Of a target that measured steps of few rows at its start."""
+    steps = StepTimes()
+    steps.prime(tuple((rows, steps_of(slope)(rows)) for rows in (1, 2, 4, 8, 16)))
+    return steps
+
+
 class Fixed(Service):
     """Every text asks for 16 tokens and 8 nodes per step; with or without the limit of a coordinator, which knows the
     target's steps of few rows from its start."""
@@ -26,12 +34,11 @@ class Fixed(Service):
     def __init__(self, slope: float, streams: int = STREAMS, is_limited: bool = True) -> None:
         self.policies: list[FixedPolicy] = []
         self.records: list[RoundRecord] = []
-        self._load, self._is_limited, self._streams = Load(), is_limited, streams
-        self._load.steps.prime(tuple((rows, steps_of(slope)(rows)) for rows in (1, 2, 4, 8, 16)))
+        steps, self._streams, self._acceptance = primed(slope), streams, Acceptance()
+        self._steps = steps if is_limited else None
 
     def policy(self, index: int) -> FixedPolicy:
-        limit = DraftLimit(self._load, 16, self._streams) if self._is_limited else None
-        self.policies.append(FixedPolicy(16, 32, 8, 0.0, limit))
+        self.policies.append(FixedPolicy(16, 32, 8, 0.0, 0, self._steps, self._acceptance, self._streams))
         return self.policies[-1]
 
     def on_round(self, policy: Policy, record: RoundRecord) -> None:
@@ -96,15 +103,14 @@ def test_slow_steps_of_others_are_forgotten_within_a_minute() -> None:
 
     Conclusive: all the rounds between are equal, so that only the time since the slow steps differs.
     """
-    load = Load()
-    load.steps.prime(tuple((rows, steps_of(FLAT)(rows)) for rows in (1, 2, 4, 8, 16)))
-    policy = FixedPolicy(16, 32, 8, 0.0, DraftLimit(load, 16, 2))
+    steps = primed(FLAT)
+    policy = FixedPolicy(16, 32, 8, 0.0, 0, steps, Acceptance(), 2)
     run(many(2, 0.9, (0.0, 0.0), slope=FLAT), service := Fixed(FLAT, streams=2))
     record = changed(
         service.records[-1], offered_count=16, accepted_count=3, path_count=1, sessions=2, active_sessions=2
     )
-    for rows in (8, 16, 32) * 100:
-        load.steps.add(rows, 2.0)
+    for rows in (8, 16, 32) * 400:
+        steps._curve.add(rows, 2.0)
     lengths = []
     for index in range(1, 60 * 50):
         now_s, plan = index / 50, policy.plan(100)
