@@ -61,12 +61,12 @@ class FleetService(FixedService):
 
     def __init__(self, world: World, request: GenerationRequest = REQUEST, plain: Sequence[int] = ()) -> None:
         super().__init__()
-        self._fleet, self._request, self._plain, self._turn = Fleet(SETTINGS, "", lambda: None), request, plain, 0
-        assert self._fleet.draft is not None
-        self._draft = self._fleet.draft
+        self.fleet, self._request, self._plain, self._turn = Fleet(SETTINGS, "", lambda: None), request, plain, 0
+        assert self.fleet.draft is not None
+        self._draft = self.fleet.draft
         self.on_draft(world.network_s)
         steps = (
-            (self._fleet.target, (1, 2, 4, 8, 16), world.target_step_s),
+            (self.fleet.target, (1, 2, 4, 8, 16), world.target_step_s),
             (self._draft, (1, 2, 4, 8), world.draft_step_s),
         )
         for peer, counts, step_s in steps:
@@ -76,7 +76,7 @@ class FleetService(FixedService):
         if stream_index in self._plain:
             return super().policy(stream_index, session_count)
         self._turn += 1
-        return self._fleet.choose(self._request, self._turn, session_count).policy
+        return self.fleet.choose(self._request, self._turn, session_count).policy
 
     def on_draft(self, network_s: float, node_count: int = 0, session_count: int = 0, step_s: float = 0.0) -> None:
         self._draft.link.stamps.network_s = network_s

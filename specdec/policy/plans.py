@@ -1,6 +1,6 @@
 """The plans that a policy compares, and what they promise before they are measured. Pure.
 
-The forecasts are those of rounds that wait, E / (T + g d + r), and fits to simulated trees (bench/event_simulation.py):
+The forecasts are those of rounds that wait, E / (T + g d + r), and fits to simulated trees (bench/simulation.py):
 the tokens of a tree fall with every target step by which they are late.
 """
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
+from bench.policy_cells import LENGTH_CAP, TARGET_S, FleetService, one
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.fleet import Fleet
 from specdec.policy.acceptance import Acceptance
@@ -35,7 +35,7 @@ GREEDY = GenerationRequest(token_ids=(1,), sampling=SamplingParams(temperature=0
 
 def auto() -> GoodputPolicy:
     """Of a service that has just begun."""
-    policy = AutoService(one()).policy(0)
+    policy = FleetService(one(0.7)).policy(0, 1)
     assert isinstance(policy, GoodputPolicy)
     return policy
 
@@ -180,7 +180,7 @@ def test_it_gives_its_reason_in_numbers() -> None:
     that is in force, of the best plan of the draft."""
     reason = auto().prediction.reason
     assert re.fullmatch(r"a (chain|tree) .*: \d+ tokens/s predicted; off: 5\d", reason), reason
-    slow = AutoService(one(draft_s=10 * TARGET_S)).policy(0)
+    slow = FleetService(one(0.7, draft_s=10 * TARGET_S)).policy(0, 1)
     assert isinstance(slow, GoodputPolicy)
     assert re.fullmatch(r"off: 5\d tokens/s predicted; a (chain|tree) .*: \d+", slow.prediction.reason)
 
@@ -356,9 +356,11 @@ def test_local_proposers_rest_where_the_text_does_not_repeat() -> None:
 def test_local_proposers_rest_beside_a_draft_too() -> None:
     """Claim: beside a draft they are asked in every 64th round where none of their guesses is accepted, and in all
     rounds after one in which three were. Conclusive: both within one text."""
-    service = AutoService(one())
+    fleet = FleetService(one(0.7)).fleet
+    assert fleet.draft is not None
+    steps, times = fleet.target.steps[Rule.GREEDY], fleet.draft.times[Rule.GREEDY]
     plans = catalogue(True, True)
-    policy = GoodputPolicy(Goodput(service.goodput.steps, service.draft, Acceptance(), LENGTH_CAP, plans), LENGTH_CAP)
+    policy = GoodputPolicy(Goodput(steps, times, Acceptance(), LENGTH_CAP, plans), LENGTH_CAP)
     asked = []
     for index in range(1, 256):
         accepted = (Proposer.NGRAM if index >= 192 and policy._asks_local else Proposer.DRAFT,) * 3
