@@ -56,27 +56,23 @@ REPLICA = Description("digest", "print", "simulated", 7, 1 << 20, (1,), "float32
 
 
 class FleetService(FixedService):
-    """The policies of a coordinator for one request after another, by its own `Fleet`; it knows what its replicas
-    measured when they had loaded. `plain`: streams that decode plainly."""
+    """The policies of a coordinator, as its `Fleet` makes them; it knows what its replicas measured when they had
+    loaded. `plain`: streams that decode plainly."""
 
-    def __init__(self, world: World, request: GenerationRequest = REQUEST, plain: Sequence[int] = ()) -> None:
+    def __init__(self, world: World, plain: Sequence[int] = ()) -> None:
         super().__init__()
-        self.fleet, self._request, self._plain, self._turn = Fleet(SETTINGS, "", lambda: None), request, plain, 0
+        self.fleet, self._plain, self._turn = Fleet(SETTINGS, "", lambda: None), plain, 0
         assert self.fleet.draft is not None
         self._draft = self.fleet.draft
         self.on_draft(world.network_s)
-        steps = (
-            (self.fleet.target, (1, 2, 4, 8, 16), world.target_step_s),
-            (self._draft, (1, 2, 4, 8), world.draft_step_s),
-        )
-        for peer, counts, step_s in steps:
-            peer._on_found(replace(REPLICA, step_times=tuple((count, step_s(count)) for count in counts)))
+        for peer, step_s in ((self.fleet.target, world.target_step_s), (self._draft, world.draft_step_s)):
+            peer._on_found(replace(REPLICA, step_times=tuple((count, step_s(count)) for count in (1, 2, 4, 8, 16))))
 
     def policy(self, stream_index: int, session_count: int) -> Policy | FixedService:
         if stream_index in self._plain:
             return super().policy(stream_index, session_count)
         self._turn += 1
-        return self.fleet.choose(self._request, self._turn, session_count).policy
+        return self.fleet.choose(REQUEST, self._turn, session_count).policy
 
     def on_draft(self, network_s: float, node_count: int = 0, session_count: int = 0, step_s: float = 0.0) -> None:
         self._draft.link.stamps.network_s = network_s

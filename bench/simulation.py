@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,22 +123,17 @@ def likeliest(shares: tuple[float, ...], window: int) -> list[tuple[str, str]]:
 
 
 class Stream:
-    """One session after another, as coordinator and draft see it. `ranks`: of all committed tokens. `tree`: when each
-    evaluated path of the draft reaches the coordinator; it begins after `root` tokens, where the draft knows them.
-    `is_late`: a wait ended without tokens, and they have not come since; `is_cold`: nothing came from the draft yet."""
+    """One session after another. `ranks`: of all committed tokens. `tree`: when each evaluated path of the draft is at
+    the coordinator; it begins after `root` tokens, where the draft knows them; `is_grown`: nothing is left to evaluate.
+    `is_cold`: nothing came from the draft yet. `pause_count`: of `session`, the coordinator's side."""
 
     def __init__(self, index: int, text: Text) -> None:
-        self.index, self.text, self.text_end, self.is_over = index, text, 0.0, False
-        self.ranks, self.timeline = "", [(0.0, 0)]
-        self.tree: dict[str, float] = {}
+        self.index, self.text, self.ranks, self.timeline = index, text, "", [(0.0, 0)]
         self.root, self.drafted_plan, self.is_grown = 0, OFF_PLAN, False
+        self.tree: dict[str, float] = {}
         self.commits: list[tuple[int, Plan]] = []
-        self.policy: Policy | FixedService = FixedService()
-        self.plan = self.sent_plan = OFF_PLAN
-        self.round_index = 0
-        self.verdict_s = self.sent_s = self.queued_s = self.waited_s = 0.0
-        self.waiting_since_s: float | None = None
-        self.is_late, self.is_cold = False, True
+        self.session: Generator[float, TargetStep | None, None]
+        self.is_over, self.is_cold, self.is_waiting, self.pause_count = False, True, False, 0
 
     def in_hand(self, now_s: float, most: int) -> int:
         """The number of draft tokens in hand, at most `most`."""
@@ -180,7 +175,7 @@ class Simulation:
         self._uniforms = uniforms(self._rng)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._running: list[Stream] = []
-        self._queued: list[tuple[Stream, int]] = []
+        self._queued: list[tuple[Stream, int, float]] = []
         self._is_target_busy = self._is_draft_busy = False
         for stream, begin_s in zip(self.streams, world.begins_s, strict=True):
             self._after(begin_s, self._begin, stream)
@@ -207,19 +202,21 @@ class Simulation:
 
     def _begin(self, stream: Stream) -> None:
         self._running.append(stream)
-        self._begin_text(stream)
         self._after(stream.text.life_s, self._end, stream)
-        stream.verdict_s, stream.plan = self.now_s, stream.policy.plan(SPARE_TOKENS)
-        self._request(stream)
+        stream.session = self._session(stream)
+        self._resume(stream, None, 0)
 
     def _end(self, stream: Stream) -> None:
-        stream.is_over, stream.waiting_since_s = True, None
+        stream.is_over = True
         self._running = [own for own in self._running if own is not stream]
         self._queued = [entry for entry in self._queued if entry[0] is not stream]
 
-    def _begin_text(self, stream: Stream) -> None:
-        stream.policy = self.service.policy(stream.index, len(self._running))
-        stream.round_index, stream.text_end = 0, len(stream.ranks) + stream.text.token_count
+    def _resume(self, stream: Stream, step: TargetStep | None, pause_count: int) -> None:
+        """Runs a session to its next pause, unless it has ended or gone on before."""
+        if not stream.is_over and stream.pause_count == pause_count:
+            stream.pause_count += 1
+            pause_s = stream.session.send(step)
+            self._after(pause_s, self._resume, stream, None, stream.pause_count)
 
     def _varied(self, step_s: float) -> float:
         return step_s * (1 + self.world.jitter * (2 * self._rng.random() - 1))
@@ -228,67 +225,86 @@ class Simulation:
         self.service.on_draft(self.world.network_s)
         self._after(PING_S, self._ping)
 
-    def _request(self, stream: Stream) -> None:
-        """Tells the draft what is committed, and sends the next verification, or holds it until tokens are in hand."""
-        self._after(self.world.network_s / 2, self._commit, stream, (len(stream.ranks), stream.plan))
-        in_hand = stream.in_hand(self.now_s, max(1, stream.plan.wait_length))
-        stream.is_late &= not 0 < stream.plan.wait_length <= in_hand
-        if in_hand >= stream.plan.wait_length or stream.is_cold or stream.is_late:
-            self._send(stream)
-        else:
-            stream.waiting_since_s = self.now_s
-            self._after(stream.plan.wait_s, self._end_wait, stream, self.now_s)
+    def _session(self, stream: Stream) -> Generator[float, TargetStep | None, None]:
+        """The coordinator's side of a stream, which pauses for some seconds or until it is resumed with a step. After a
+        verdict it commits, sends the next verification by the plan in force, then asks the policy, as a coordinator
+        does."""
+        text, record, round_index, text_end = stream.text, None, 0, stream.text.token_count
+        policy = self.service.policy(stream.index, len(self._running))
+        plan, is_late, verdict_s = policy.plan(SPARE_TOKENS), False, self.now_s
+        while True:
+            self._after(self.world.network_s / 2, self._commit, stream, (len(stream.ranks), plan))
+            in_hand, wait_end_s = stream.in_hand(self.now_s, SPARE_TOKENS), self.now_s + plan.wait_s
+            is_late &= not 0 < plan.wait_length <= in_hand
+            is_ready = in_hand >= plan.wait_length or stream.is_cold or is_late
+            sent_plan, offered_count = plan, min(in_hand, plan.draft_length_max)
+            if record is not None:
+                policy.on_round(record)
+            plan = policy.plan(SPARE_TOKENS)
+            if not is_ready:
+                stream.is_waiting = True
+                while (
+                    is_late := stream.in_hand(self.now_s, plan.wait_length) < plan.wait_length
+                ) and self.now_s < wait_end_s:
+                    yield wait_end_s - self.now_s
+                stream.is_waiting = False
+                sent_plan, offered_count = plan, stream.in_hand(self.now_s, plan.draft_length_max)
+            sent_s, is_first = self.now_s, round_index == 0
+            yield self.world.overhead_s
+            queued_s, rows = self.now_s, offered_count + 1
+            self._queue(stream, rows + is_first * text.prompt_rows, rows * text.row_s + is_first * text.prompt_s)
+            step = yield math.inf
+            assert step is not None, "nothing else resumes it"
+            ranks = self._outcomes(text.acceptance, offered_count)
+            stream.ranks += ranks
+            stream.timeline.append((self.now_s, len(stream.ranks)))
+            was_looked_up = stream.tree.get(stream.ranks[stream.root : -1], math.inf) <= self.now_s
+            was_found = was_looked_up and ranks[-1] in "012"[: len(stream.shares(self.world))]
+            kind = TokenKind.BONUS if len(ranks) == rows else TokenKind.RECOVERED
+            record = RoundRecord(
+                round_index,
+                sent_plan,
+                RoundTokens(offered_count, len(ranks) - 1, len(ranks), kind),
+                TreeUse(was_looked_up, was_found),
+                RoundTimes(verdict_s, self.now_s, sent_s - verdict_s, self.now_s - sent_s),
+                step._replace(queue_s=self.now_s - step.forward_s - queued_s),
+                is_refused=text.is_refused,
+            )
+            verdict_s, round_index = self.now_s, round_index + 1
+            if len(stream.ranks) >= text_end:
+                if not text.is_repeated:
+                    self._end(stream)
+                    yield math.inf
+                policy, record, round_index = self.service.policy(stream.index, len(self._running)), None, 0
+                text_end = len(stream.ranks) + text.token_count
 
-    def _end_wait(self, stream: Stream, since_s: float) -> None:
-        if stream.waiting_since_s == since_s:
-            stream.is_late = True
-            self._send(stream)
-
-    def _send_if_ready(self, stream: Stream) -> None:
-        wait_length = stream.plan.wait_length
-        if stream.waiting_since_s is not None and stream.in_hand(self.now_s, wait_length) >= wait_length:
-            self._send(stream)
-
-    def _send(self, stream: Stream) -> None:
-        if stream.waiting_since_s is not None:
-            stream.waited_s, stream.waiting_since_s = self.now_s - stream.waiting_since_s, None
-        stream.sent_s, stream.sent_plan = self.now_s, stream.plan
-        offered_count = stream.in_hand(self.now_s, stream.plan.draft_length_max)
-        self._after(self.world.overhead_s, self._queue, stream, offered_count)
-
-    def _queue(self, stream: Stream, offered_count: int) -> None:
-        if not stream.is_over:
-            stream.queued_s = self.now_s
-            self._queued.append((stream, offered_count))
-            if not self._is_target_busy:
-                self._is_target_busy = True
-                self._after(0.0, self._target_step)
+    def _queue(self, stream: Stream, rows: int, more_s: float) -> None:
+        self._queued.append((stream, rows, more_s))
+        if not self._is_target_busy:
+            self._is_target_busy = True
+            self._after(0.0, self._target_step)
 
     def _target_step(self) -> None:
         """One step for all that is queued."""
         batch, self._queued, world = self._queued, [], self.world
         self._is_target_busy = bool(batch)
         if batch:
-            prompts = [stream.text for stream, _ in batch if not stream.round_index]
-            rows = sum(text.prompt_rows for text in prompts) + sum(offered_count + 1 for _, offered_count in batch)
+            rows = sum(rows for _, rows, _ in batch)
             step_s = self._varied(world.target_step_s(rows) * (world.contention if self._is_draft_busy else 1.0))
-            step_s += sum(stream.text.row_s * (offered_count + 1) for stream, offered_count in batch)
-            step_s += sum(text.prompt_s for text in prompts)
+            step_s += sum(more_s for _, _, more_s in batch)
             step_s *= PAUSE_FACTOR if world.pause_share > next(self._uniforms) else 1.0
-            self._after(step_s, self._conclude, batch, rows, step_s)
+            self._after(step_s, self._conclude, [stream for stream, _, _ in batch], rows, step_s)
 
-    def _conclude(self, batch: list[tuple[Stream, int]], rows: int, step_s: float) -> None:
-        active = len(batch) + len(self._queued)
-        for stream, offered_count in batch:
-            if not stream.is_over:
-                queue_s = self.now_s - step_s - stream.queued_s
-                step = TargetStep(queue_s, step_s, rows=rows, sessions=len(batch), active_sessions=active)
-                self._end_round(stream, offered_count, step)
+    def _conclude(self, streams: list[Stream], rows: int, step_s: float) -> None:
+        active = len(streams) + len(self._queued)
+        for stream in streams:
+            step = TargetStep(0.0, step_s, rows=rows, sessions=len(streams), active_sessions=active)
+            self._resume(stream, step, stream.pause_count)
         self._after(self.world.gather_s if active > 1 else 0.0, self._target_step)
 
-    def _outcomes(self, stream: Stream, offered_count: int) -> str:
+    def _outcomes(self, acceptance: tuple[float, ...], offered_count: int) -> str:
         """Returns the rank of each token of the round among its candidates: accepted ones, then the next token."""
-        acceptance, world = stream.text.acceptance, self.world
+        world = self.world
         for place in range(offered_count + 1):
             share = world.acceptance_factor * acceptance[min(place, len(acceptance) - 1)]
             if place == offered_count and world.bonus_match is not None:
@@ -298,30 +314,6 @@ class Simulation:
                 ranks = (str(rank) for rank, end in enumerate(itertools.accumulate(world.branches), 1) if choice < end)
                 return "0" * place + next(ranks, OUTSIDE)
         return "0" * (offered_count + 1)
-
-    def _end_round(self, stream: Stream, offered_count: int, step: TargetStep) -> None:
-        """The verdict: commit, next verification by the plan in force, then the policy, as the coordinator does."""
-        ranks = self._outcomes(stream, offered_count)
-        times = RoundTimes(stream.verdict_s, self.now_s, stream.waited_s, self.now_s - stream.sent_s)
-        kind = TokenKind.BONUS if len(ranks) > offered_count else TokenKind.RECOVERED
-        tokens = RoundTokens(offered_count, len(ranks) - 1, len(ranks), kind)
-        stream.ranks += ranks
-        was_looked_up = stream.tree.get(stream.ranks[stream.root : -1], math.inf) <= self.now_s
-        tree = TreeUse(was_looked_up, was_looked_up and ranks[-1] in "012"[: len(stream.shares(self.world))])
-        record = RoundRecord(stream.round_index, stream.sent_plan, tokens, tree, times, step)
-        stream.timeline.append((self.now_s, len(stream.ranks)))
-        stream.round_index, stream.verdict_s, stream.waited_s = stream.round_index + 1, self.now_s, 0.0
-        is_end = len(stream.ranks) >= stream.text_end
-        if is_end and not stream.text.is_repeated:
-            self._end(stream)
-            return
-        self._request(stream)
-        if is_end:
-            self._begin_text(stream)
-        else:
-            stream.policy.on_round(record._replace(is_refused=stream.text.is_refused))
-        stream.plan = stream.policy.plan(SPARE_TOKENS)
-        self._send_if_ready(stream)
 
     def _commit(self, stream: Stream, commit: tuple[int, Plan]) -> None:
         stream.commits.append(commit)
@@ -349,7 +341,8 @@ class Simulation:
         self.service.on_draft(self.world.network_s, node_count, len(runs), step_s)
         for stream, paths in runs:
             stream.is_cold &= not paths
-            self._send_if_ready(stream)
+            if stream.is_waiting:
+                self._resume(stream, None, stream.pause_count)
 
 
 CHAINS = [(length, length + 1, 1, length) for length in (1, 2, 4, 8)]
