@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from bench.policy_bursts import with_bursts
 from bench.simulation import FixedService, Simulation, Text, World, best_plan
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.fleet import Fleet
+from specdec.launch.children import python_command
 from specdec.protocol.items import Nodes
 from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.policy import Policy
@@ -39,7 +40,7 @@ from specdec.protocol.request import GenerationRequest, SamplingParams
 from specdec.protocol.types import Description, Rule
 
 TARGET_S, LENGTH_CAP = 0.018, 16
-OF_OFF, OF_BEST, OF_BEST_LATER, OF_OTHER = 0.98, 0.97, 0.9, 0.98
+OF_OFF, OF_BEST, OF_BEST_LATER = 0.98, 0.97, 0.9
 BURSTS_S, BACK_S, COUNTED_S = 1800.0, 60.0, 40.0
 OTHER_SEED = 1000
 SETTINGS = CoordinatorSettings(
@@ -264,24 +265,34 @@ def of_checkout(checkout: Path, names: Sequence[str], seed_count: int) -> list[f
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "bench").symlink_to(Path(__file__).resolve().parent)
         own = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(checkout.resolve())])}
-        asked = json.dumps([names, seed_count]).encode()
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code], env=own, input=asked, stdout=subprocess.PIPE, check=True
-        )
+        asked, command = json.dumps([names, seed_count]), python_command("-c", code)
+        done = subprocess.run(command, env=own, input=asked, stdout=subprocess.PIPE, text=True, check=True)
     found: list[float] = json.loads(done.stdout)
     return found
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    """A line for each cell."""
-    table = Table(title="the policy in a simulated service; tokens per second")
+    """A line for each cell, and the geometric means of all."""
+    table, all_ratios = Table(title="the policy in a simulated service; tokens per second"), []
     for name in ("cell", "off", "auto", "auto / off", "auto / best", "auto / other", "best fixed plan", ""):
         table.add_column(name, justify="left" if name in ("cell", "best fixed plan") else "right")
     for line in results:
-        ratios = [f"{line.auto / base:.3f}" if base else "" for base in (line.off, line.best, line.other)]
+        all_ratios.append([line.auto / base if base else math.nan for base in (line.off, line.best, line.other)])
         missed = "" if line.share >= line.bound else "below"
-        table.add_row(line.name, f"{line.off:.1f}", f"{line.auto:.1f}", *ratios, line.plan, missed)
+        table.add_row(line.name, f"{line.off:.1f}", f"{line.auto:.1f}", *_shown(all_ratios[-1]), line.plan, missed)
+    means = [mean_of(ratio for ratio in column if ratio == ratio) for column in zip(*all_ratios)]
+    table.add_row("geometric mean", "", "", *_shown(means), style="bold")
     return table
+
+
+def _shown(ratios: Iterable[float | None]) -> list[str]:
+    return ["" if ratio is None or math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios]
+
+
+def mean_of(ratios: Iterable[float]) -> float | None:
+    """The geometric mean; None of nothing."""
+    known = [*ratios]
+    return geometric_mean(known) if known else None
 
 
 def bars_of(results: Sequence[Result]) -> list[Bar]:
@@ -290,20 +301,10 @@ def bars_of(results: Sequence[Result]) -> list[Bar]:
     def shares(bound: float) -> dict[str, float]:
         return {line.name: line.share for line in results if line.bound == bound}
 
-    paying, compared = shares(OF_BEST), {line.name: line.auto / line.other for line in results if line.other}
     return [
         worst_of("simulated: auto / off where speculation gains nothing", OF_OFF, shares(OF_OFF)),
-        Bar(
-            "simulated: auto / best fixed where it pays, geometric mean",
-            OF_BEST,
-            geometric_mean(paying.values()) if paying else None,
-        ),
+        Bar("simulated: auto / best fixed where it pays", OF_BEST, mean_of(shares(OF_BEST).values())),
         worst_of("simulated: auto / best fixed a minute after odd requests", OF_BEST_LATER, shares(OF_BEST_LATER)),
-        Bar(
-            "simulated: auto / that of the other checkout, geometric mean",
-            OF_OTHER,
-            geometric_mean(compared.values()) if compared else None,
-        ),
     ]
 
 
