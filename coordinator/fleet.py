@@ -56,13 +56,13 @@ class Fleet:
         self._own = frozenset(Proposer[name.upper()] for name in settings.proposers.split(",") if name)
         self._without_draft = DraftTimes(), Acceptance()
 
-    def choose(self, request: GenerationRequest, turn: int, session_count: int = 1) -> Choice:
-        """Returns the choice for a request, the `turn`-th; `session_count`: of the generations that run, this one
-        included. Raises InvalidRequest for what the server does not have or allow."""
+    def choose(self, request: GenerationRequest, turn: int) -> Choice:
+        """Returns the choice for a request, the `turn`-th. Raises InvalidRequest for what the server does not have or
+        allow."""
         proposers = self._proposers(request)
         self._check_limits(request)
         rule, reason = self._rule(request, turn)
-        policy = self._policy(request, rule, proposers, session_count)
+        policy = self._policy(request, rule, proposers)
         return Choice(self.target, self._draft_of(proposers), rule, reason, policy, proposers)
 
     def _proposers(self, request: GenerationRequest) -> frozenset[Proposer]:
@@ -122,9 +122,7 @@ class Fleet:
         goodput = (draft or self.target).goodputs.get(key)
         return None if goodput is None or goodput.round_count < RULE_ROUNDS else goodput.best_rate()
 
-    def _policy(
-        self, request: GenerationRequest, rule: Rule, proposers: frozenset[Proposer], session_count: int
-    ) -> Policy:
+    def _policy(self, request: GenerationRequest, rule: Rule, proposers: frozenset[Proposer]) -> Policy:
         settings, own, draft = self._settings, request.speculative, self._draft_of(proposers)
         asked, limit = own.num_speculative_tokens, settings.num_speculative_tokens_max
         has_local = bool(proposers - {Proposer.DRAFT})
@@ -141,7 +139,7 @@ class Fleet:
         window = min(length + 1, settings.draft_window_max) if own.draft_window is None else own.draft_window
         window, acceptance = (0, None) if draft is None else (window, draft.acceptance[rule])
         tree = own.draft_nodes_per_step or 1, wait_ms / 1000, own.draft_siblings or 0
-        return FixedPolicy(length, window, *tree, self.target.steps[rule], acceptance, session_count)
+        return FixedPolicy(length, window, *tree, self.target.steps[rule], acceptance)
 
     def _goodput(self, rule: Rule, draft: Draft | None, cap: int, has_local: bool) -> Goodput:
         """Returns the measurements of plans that requests of one kind share."""

@@ -7,9 +7,7 @@ import math
 from specdec.policy.mean import Mean
 from specdec.protocol.records import RoundRecord
 
-ACCEPTANCE_GUESS = 0.65
-TOKENS_KEPT, PRIOR_TOKENS = 400.0, 40.0  # tested tokens that count, and those as which the estimate above counts
-UNTESTED_S = 60.0  # an acceptance that nothing tests returns to the one above it in about this time
+ACCEPTANCE_GUESS, PRIOR_TOKENS = 0.65, 40.0  # of a draft; tested tokens as which the estimate above counts
 
 
 class Acceptance:
@@ -17,22 +15,17 @@ class Acceptance:
 
     def __init__(self, above: Acceptance | None = None) -> None:
         self._above = above
-        self._mean = Mean(self._prior, TOKENS_KEPT)
-
-    @property
-    def _prior(self) -> float:
-        return ACCEPTANCE_GUESS if self._above is None else self._above.value
+        self._mean = Mean(ACCEPTANCE_GUESS)
 
     @property
     def value(self) -> float:
         """The estimate."""
-        return self._mean.shrunk(self._prior, PRIOR_TOKENS)
+        return self._mean.shrunk(ACCEPTANCE_GUESS if self._above is None else self._above.value, PRIOR_TOKENS)
 
     @property
     def spread(self) -> float:
         """Its standard error."""
-        value = self.value
-        return math.sqrt(value * (1 - value) / (PRIOR_TOKENS + self._mean.weight))
+        return math.sqrt(self.value * (1 - self.value) / (PRIOR_TOKENS + self._mean.weight))
 
     def add(self, record: RoundRecord) -> None:
         """Takes a round: the draft model's tokens up to the first rejection were tested. Where none was: whether its
@@ -45,18 +38,12 @@ class Acceptance:
             if self._above is not None:
                 self._above._mean.add(accepted / tested, tested)
 
-    def fade(self, seconds: float) -> None:
-        """Nothing tested it for so long."""
-        self._mean.forget(math.exp(-seconds / UNTESTED_S))
-
-    def forget(self) -> None:
-        """Another draft: drops all samples."""
-        self._mean.forget()
+    def forget(self, kept_share: float = 0.0) -> None:
+        """Scales the weight of all that was tested: nothing tests it, or the draft is another."""
+        self._mean.forget(kept_share)
 
 
 def expected_accepted(acceptance: float, length: float) -> float:
     """Returns a + a^2 + ... + a^length, also for a `length` that is not an integer (Leviathan et al. 2023)."""
-    if acceptance > 1 - 1e-3:
-        return length
     beyond: float = acceptance**length
-    return acceptance * (1.0 - beyond) / (1.0 - acceptance)
+    return acceptance * (1.0 - beyond) / (1.0 - acceptance) if acceptance < 1 - 1e-3 else length

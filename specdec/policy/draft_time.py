@@ -1,4 +1,4 @@
-"""Times of a draft and its link: steps by nodes of all sessions, the round trip, and how late its chains are. Pure."""
+"""Times of a draft and its link: steps by nodes of all sessions, and the round trip. Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from specdec.policy.mean import Mean
 from specdec.protocol.plan import Plan
 from specdec.step_curve import StepCurve
 
-DRAFT_STEP_GUESS_S, LATE_GUESS_S = 0.003, 0.002
-SAMPLES_KEPT = 20.0  # of the round trip, of late chains, of bytes and of sessions
-WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # limit of a wait: a multiple of the tokens' expected time
+STEP_GUESS_S, LATE_S = 0.003, 0.002  # a step; how much longer the first token takes than step and network
+SAMPLES_KEPT = 20.0
+WAIT_SLACK, WAIT_LEAST_S, WAIT_MAX_S = 2.5, 0.005, 1.0  # limit of a wait: a multiple of the tokens' expected time
 
 
 class DraftTimes:
-    """Of one draft under one rule. `jumps`: how often its times changed beyond noise."""
+    """Of one draft under one rule. `connections`: how often another draft was connected."""
 
     def __init__(self, link_bytes_per_s: float = math.inf) -> None:
         self._link_bytes_per_s = link_bytes_per_s
         self._steps = StepCurve()
         self._node_bytes, self._sessions, self._network = (Mean(0.0, SAMPLES_KEPT) for _ in range(3))
-        self._late = Mean(LATE_GUESS_S, SAMPLES_KEPT)
-        self._jump_s = 0.0  # the time to the first token as of the last jump
-        self.jumps = 0
+        self.connections = 0
 
     @property
     def network_s(self) -> float:
@@ -32,8 +30,7 @@ class DraftTimes:
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Another draft is connected: takes the (nodes, seconds) that it measured at start."""
         self._steps.prime(step_times)
-        self._late.forget()
-        self.jumps += 1
+        self.connections += 1
 
     def on_step(self, nodes: int, seconds: float, sessions: int = 0) -> None:
         """Takes one step; `nodes`: of all `sessions` of the draft, 0 if unknown."""
@@ -47,15 +44,8 @@ class DraftTimes:
 
     def on_network(self, network_s: float) -> None:
         """Takes the network round trip of one exchange with the draft; a pause of a machine is none."""
-        most_s = 3 * self._network.value + 2 * WAIT_LEAST_S
-        self._network.add(min(network_s, most_s) if self._network.weight else network_s)
-
-    def on_wait(self, plan: Plan, load: float, wait_s: float) -> None:
-        """Takes the wait of a round in which the tokens came: longer than `trip_s` by messages and by processes that
-        share a core, shorter where tokens were in hand."""
-        if plan.wait_length and plan.nodes_per_step == 1:
-            trip_s = self.trip_s(plan, load)
-            self._late.add(min(wait_s, 4 * trip_s) - trip_s)
+        most_s = 3 * self.network_s + 2 * WAIT_LEAST_S if self._network.weight else network_s
+        self._network.add(min(network_s, most_s))
 
     def fade(self, now_s: float) -> None:
         """Lets times that were not measured lately return to those at start."""
@@ -66,17 +56,12 @@ class DraftTimes:
         longer; without the draft's word it has `load` sessions."""
         nodes = max(1, plan.nodes_per_step) * max(1.0, self._sessions.value or load)
         link_s = nodes * self._node_bytes.value / self._link_bytes_per_s
-        return max(self._steps.seconds(nodes) or DRAFT_STEP_GUESS_S, link_s)
+        return max(self._steps.seconds(nodes) or STEP_GUESS_S, link_s)
 
     def trip_s(self, plan: Plan, load: float) -> float:
         """Seconds from a commit to the draft tokens that a plan waits for, or to the first."""
-        return self.network_s + max(1, plan.wait_length) * self.step_s(plan, load)
-
-    def wait_s(self, plan: Plan, load: float) -> float:
-        """Seconds for which the rounds of a chain wait on the mean."""
-        late_s = self._late.shrunk(LATE_GUESS_S, 1.0)
-        return max(0.0, self.trip_s(plan, load) + late_s) if plan.wait_length else 0.0
+        return self.network_s + LATE_S + max(1, plan.wait_length) * self.step_s(plan, load)
 
     def wait_max_s(self, plan: Plan, load: float) -> float:
         """Seconds for which a plan may hold a verification back; 0 if it does not wait."""
-        return min(WAIT_LEAST_S + WAIT_SLACK * self.trip_s(plan, load), WAIT_MOST_S) if plan.wait_length else 0.0
+        return min(WAIT_LEAST_S + WAIT_SLACK * self.trip_s(plan, load), WAIT_MAX_S) if plan.wait_length else 0.0

@@ -15,8 +15,8 @@ from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT
 
 WAIT_S = 0.05  # default, also of the service: enough for the tokens of a slow draft over a slow link
-REVIEW_ROUNDS, SHRINK_GAIN = 4, 1.1  # least ratio of goodputs for a plan shorter than asked: the estimates are rough
-SESSIONS_ALONE = 1.5  # mean of active sessions below which a session is alone
+LOAD_MIN, SHRINK_GAIN = 1.5, 1.1  # least load, and ratio of goodputs, for a shorter plan: the estimates are rough
+ROUNDS_KEPT = 5.0  # of the means of one session
 
 
 class FixedPolicy:
@@ -26,8 +26,7 @@ class FixedPolicy:
     `window` defaults to one more than the draft length: if all are accepted and the bonus token is the guess after
     them, the next round's tokens are under way already. `nodes_per_step` above 1 lets the draft grow branches.
     `siblings`: of each draft token, in a tree of at most `draft_length` tokens. With the target's `steps` and the
-    `acceptance` of its draft the plan shrinks under load; `session_count`: of the generations that run when it begins,
-    itself included.
+    `acceptance` of its draft the plan shrinks under load.
     """
 
     reach_min = path_reach_min = 0.0
@@ -42,19 +41,15 @@ class FixedPolicy:
         siblings: int = 0,
         steps: StepTimes | None = None,
         acceptance: Acceptance | None = None,
-        session_count: int = 1,
     ) -> None:
         if window is None:
             window = min(draft_length + 1, DRAFT_LENGTH_LIMIT)
-        self.draft_length_cap, self.is_speculating = draft_length, draft_length > 0
-        self.wants_heads = draft_length > 0
         wait_length = min(draft_length, window) if wait_s else 0
-        asked = Plan(draft_length, window, nodes_per_step, wait_length, wait_s, siblings)
-        self._asked = self._plan = asked if draft_length else OFF_PLAN
+        asked = Plan(draft_length, window, nodes_per_step, wait_length, wait_s, siblings) if draft_length else OFF_PLAN
+        self._asked, self.draft_length_cap, self.wants_heads = asked, draft_length, draft_length > 0
         self._steps, self._acceptance = steps, Acceptance(acceptance)
-        self._offered, self._beside_s = Mean(float(draft_length), 5.0), Mean(0.0, 5.0)
-        self._sessions = Mean(float(session_count), 5.0)
-        self._reason = f"fixed: {draft_length} tokens" if draft_length else "off"
+        self._offered, self._beside_s = Mean(float(draft_length), ROUNDS_KEPT, 1.0), Mean(0.0, ROUNDS_KEPT)
+        self._run(draft_length, "")
         self._shrink()
 
     def __repr__(self) -> str:
@@ -62,47 +57,46 @@ class FixedPolicy:
 
     @property
     def prediction(self) -> Prediction:
-        return Prediction(None, self._reason)
+        return Prediction(
+            None, f"fixed: {self.draft_length_cap} tokens{self._reason}" if self.draft_length_cap else "off"
+        )
 
     def plan(self, positions_left: int) -> Plan:
         return self._plan.within(positions_left)
 
     def on_round(self, record: RoundRecord) -> None:
-        step, steps = record.step, self._steps
-        if steps is None or step.step_count > 1 or not record.round_index:  # it read a prompt or a preempted session
+        if self._steps is None or record.step.step_count > 1 or not record.round_index:  # it read a prompt
             return
-        steps.on_step(record)
+        self._steps.on_step(record)
+        self._steps.fade(record.times.end_s)
         self._acceptance.add(record)
-        self._sessions.add(max(1, step.sessions, step.active_sessions))
-        self._beside_s.add(max(0.0, record.times.round_s - step.queue_s - step.step_s))
+        self._beside_s.add(max(0.0, record.times.round_s - record.step.queue_s - record.step.step_s))
         if record.plan.draft_length_max == self.draft_length_cap:
             self._offered.add(record.tokens.offered_count)
-        if record.round_index % REVIEW_ROUNDS == 0:
-            steps.fade(record.times.end_s)
+        if record.round_index % 4 == 0:
             self._shrink()
 
     def _shrink(self) -> None:
         """Takes the length with the highest goodput; the one asked for alone, or unless another gains SHRINK_GAIN."""
-        length, asked, sessions = self.draft_length_cap, self.draft_length_cap, self._sessions.value
-        reason = f"fixed: {asked} tokens" if asked else "off"
-        if self._steps is not None and sessions >= SESSIONS_ALONE:
-            rates = [self._goodput(each) for each in range(asked + 1)]
-            best = max(rates)
-            if best > SHRINK_GAIN * rates[-1]:
-                length = rates.index(best)
-                load = f"under the load of {sessions:.0f} sessions"
-                reason += f", {length} {load}: {best:.0f} tokens/s predicted, as asked {rates[-1]:.0f}"
-        self._reason = reason
-        if length != self._plan.draft_length_max:
-            self._plan = self._asked if length == asked else self._asked.shrunk(length)
-            self.is_speculating = length > 0
+        if self._steps is None or self._steps.load < LOAD_MIN:
+            self._run(self.draft_length_cap, "")
+            return
+        rates = []
+        for length in range(self.draft_length_cap + 1):
+            offered = min(float(length), self._offered.value)
+            step_s = self._steps.step_s(self._steps.load * (1 + offered), length > 0 and self._asked.window > 0)
+            rates.append((1 + expected_accepted(self._acceptance.value, offered)) / (step_s + self._beside_s.value))
+        best, length = max(rates), self.draft_length_cap
+        if best > SHRINK_GAIN * rates[-1]:
+            length = rates.index(best)
+        load = f"under the load of {self._steps.load:.0f} sessions"
+        self._run(length, f", {length} {load}: {best:.0f} tokens/s predicted, as asked {rates[-1]:.0f}")
 
-    def _goodput(self, length: int) -> float:
-        """Tokens per second of a session if every session had plans of `length` draft tokens."""
-        assert self._steps is not None
-        offered = min(float(length), self._offered.value)
-        step_s = self._steps.step_s(self._sessions.value * (1 + offered), length > 0 and self._asked.window > 0)
-        return (1 + expected_accepted(self._acceptance.value, offered)) / (step_s + self._beside_s.value)
+    def _run(self, length: int, reason: str) -> None:
+        """Puts a length in force."""
+        is_asked = length == self.draft_length_cap
+        self._plan, self._reason = (self._asked, "") if is_asked else (self._asked.shrunk(length), reason)
+        self.is_speculating = length > 0
 
 
 OFF_POLICY = FixedPolicy(0)

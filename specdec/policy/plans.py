@@ -1,7 +1,7 @@
 """The plans that a policy compares, and what they promise before they are measured. Pure.
 
-The forecasts are those of rounds that wait, E / (T + g d + r), and fits to simulated trees (bench/simulation.py):
-the tokens of a tree fall with every target step by which they are late.
+The forecasts are fits to simulated trees (bench/simulation.py): a tree's tokens fall with every target step by
+which they are late.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ STREAMING_TREES = Plan(4, 12, 4), Plan(16, 32, 8)
 WAITING_TREES = Plan(6, 16, 8, 2), Plan(16, 32, 8, 3)
 # Under COUPLED: where the draft's best perturbed score is wrong, its next ones are often right.
 WAITING_TREES_COUPLED = Plan(12, 16, 8, 2, siblings=2), Plan(16, 32, 8, 3, siblings=2)
-TREE_DEPTH, TREE_OFFERED = 8.0, 0.55  # of a streaming tree's path; the mean of it that is in hand
-TREE_SHARE, TREE_DELAY_STEPS = 0.78, 3.0  # of a path's tokens, and draft steps by which they are late
-WAITING_SHARE, WAITING_GROWTH = 0.95, 0.2  # the same of a waiting tree; draft steps in a target step that lengthen it
-OUTSIDE_SHARE = 0.5  # of a waiting tree's rounds whose next token was not in the tree: they wait for the draft
-EXPECTED_MIN = 0.05  # accepted tokens that any plan promises: what promises nothing is never measured
+TREE_DEPTH, TREE_SHARE, TREE_DELAY_STEPS = 8.0, 0.78, 3.0  # path of a streaming tree; its tokens; late by draft steps
+WAITING_GROWTH = 0.2  # tokens by which a waiting tree grows with each draft step in a target step
+HALF = 0.5  # of a streaming tree's path is in hand, and of a waiting tree's rounds wait for the draft
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a plan promises a session: `offered` draft tokens of a round; a path of `length`, `share` of whose tokens
-    are not late; `delay_steps`, target steps by which they are late; `wait_s` a round."""
+    """What a plan promises: `offered` draft tokens of a round; a path of `length`, `share` of whose tokens are not
+    late; `delay_steps`, target steps by which they are late; `wait_s` a round."""
 
     offered: float
     length: float = 0.0
@@ -37,9 +35,9 @@ class Forecast:
     wait_s: float = 0.0
 
     def accepted(self, acceptance: float) -> float:
-        """Accepted tokens of a round."""
+        """Accepted tokens of a round; never next to none, as a plan that promises nothing is never measured."""
         share: float = self.share * acceptance**self.delay_steps
-        return max(EXPECTED_MIN, share * expected_accepted(acceptance, self.length))
+        return max(0.05, share * expected_accepted(acceptance, self.length))
 
 
 def catalogue(
@@ -52,15 +50,12 @@ def catalogue(
 
 
 def forecast(plan: Plan, draft: DraftTimes, load: float, target_s: float) -> Forecast:
-    """Returns the forecast of a plan with a draft; `target_s`: of a round of one row of each session that waits for
-    nothing."""
-    wait_s, draft_s = draft.wait_s(plan, load), draft.step_s(plan, load)
+    """Returns the forecast of a plan with a draft; `target_s`: of a round that waits for nothing."""
+    trip_s, draft_steps = draft.trip_s(plan, load), target_s / draft.step_s(plan, load)
     if plan.wait_length and plan.nodes_per_step == 1:
-        return Forecast(float(plan.wait_length), float(plan.wait_length), wait_s=wait_s)
-    draft_steps = target_s / draft_s
+        return Forecast(float(plan.wait_length), float(plan.wait_length), wait_s=trip_s)
     if plan.wait_length:
         length = min(plan.draft_length_max, plan.wait_length + WAITING_GROWTH * draft_steps)
-        return Forecast(length, length, WAITING_SHARE, wait_s=OUTSIDE_SHARE * wait_s)
+        return Forecast(length, length, wait_s=HALF * trip_s)
     length = min(plan.draft_length_max, TREE_DEPTH, draft_steps)
-    delay_steps = TREE_DELAY_STEPS / draft_steps + draft.network_s / target_s
-    return Forecast(TREE_OFFERED * length, length, TREE_SHARE, delay_steps)
+    return Forecast(HALF * length, length, TREE_SHARE, TREE_DELAY_STEPS / draft_steps + draft.network_s / target_s)

@@ -73,7 +73,7 @@ def slow_rows(table: Goodput) -> None:
 
 
 def slow_draft(table: Goodput) -> None:
-    """A step of the draft takes a second, and its chains come a second late."""
+    """A step of the draft takes a second."""
     for nodes in (1, 2, 4, 8):
         for _ in range(400):
             table._draft._steps.add(nodes, 1.0)
@@ -149,7 +149,7 @@ def test_an_exploration_whose_session_ended_keeps_others_for_seconds_only() -> N
     policy, table = begun()
     for own in table.drafting:
         own.round_s = 25.0
-    policy._explore(table.drafting[0], 12, 100.0)
+    policy._explore(table.drafting[0], 100.0)
     assert table.exploring_until_s == 100.0 + EXPLORATION_MAX_S
 
 

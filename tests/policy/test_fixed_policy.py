@@ -32,11 +32,11 @@ class Fixed(FixedService):
     """Every text asks for 16 tokens and 8 nodes per step; with or without the limit of a coordinator, which knows the
     target's steps of few rows from its start."""
 
-    def __init__(self, slope: float, streams: int = STREAMS, is_limited: bool = True) -> None:
+    def __init__(self, slope: float, is_limited: bool = True) -> None:
         super().__init__(WIDE)
         self.policies: list[FixedPolicy] = []
         self.records: list[RoundRecord] = []
-        steps, self._streams, self._acceptance = primed(slope), streams, Acceptance()
+        steps, self._acceptance = primed(slope), Acceptance()
         self._steps = steps if is_limited else None
 
     def policy(self, stream_index: int, session_count: int) -> FixedPolicy:
@@ -47,7 +47,7 @@ class Fixed(FixedService):
                 records.append(record)
                 super().on_round(record)
 
-        self.policies.append(Recorded(16, 32, 8, 0.0, 0, self._steps, self._acceptance, self._streams))
+        self.policies.append(Recorded(16, 32, 8, 0.0, 0, self._steps, self._acceptance))
         return self.policies[-1]
 
 
@@ -63,7 +63,7 @@ def run(world: World, service: Fixed) -> tuple[float, Counter[Plan]]:
 def test_alone_a_fixed_plan_is_as_asked(acceptance: float) -> None:
     """Claim: a lone request keeps its plan in every round, however few of its tokens are accepted and whatever its rows
     cost: a benchmark measures the plan that it names."""
-    _, plans = run(one(acceptance, slope=STEEP), Fixed(STEEP, streams=1))
+    _, plans = run(one(acceptance, slope=STEEP), Fixed(STEEP))
     assert set(plans) == {WIDE}
 
 
@@ -110,8 +110,8 @@ def test_slow_steps_of_others_are_forgotten_within_a_minute() -> None:
     Conclusive: all the rounds between are equal, so that only the time since the slow steps differs.
     """
     steps = primed(FLAT)
-    policy = FixedPolicy(16, 32, 8, 0.0, 0, steps, Acceptance(), 2)
-    run(many(2, 0.9, slope=FLAT), service := Fixed(FLAT, streams=2))
+    policy = FixedPolicy(16, 32, 8, 0.0, 0, steps, Acceptance())
+    run(many(2, 0.9, slope=FLAT), service := Fixed(FLAT))
     record = changed(
         service.records[-1], offered_count=16, accepted_count=3, path_count=1, sessions=2, active_sessions=2
     )
