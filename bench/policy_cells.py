@@ -69,11 +69,11 @@ class FleetService(FixedService):
         for peer, step_s in ((self.fleet.target, world.target_step_s), (self._draft, world.draft_step_s)):
             peer._on_found(replace(REPLICA, step_times=tuple((count, step_s(count)) for count in (1, 2, 4, 8, 16))))
 
-    def policy(self, stream_index: int, session_count: int) -> Policy | FixedService:
+    def policy(self, stream_index: int) -> Policy | FixedService:
         if stream_index in self._plain:
-            return super().policy(stream_index, session_count)
+            return super().policy(stream_index)
         self._turn += 1
-        return self.fleet.choose(REQUEST, self._turn, session_count).policy
+        return self.fleet.choose(REQUEST, self._turn).policy
 
     def on_draft(self, network_s: float, node_count: int = 0, session_count: int = 0, step_s: float = 0.0) -> None:
         self._draft.link.stamps.network_s = network_s

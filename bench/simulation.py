@@ -84,8 +84,8 @@ class FixedService:
     def __init__(self, plan: Plan = OFF_PLAN) -> None:
         self._plan = plan
 
-    def policy(self, stream_index: int, session_count: int) -> Policy | FixedService:
-        """The policy of a new text; `session_count`: of the streams that run."""
+    def policy(self, stream_index: int) -> Policy | FixedService:
+        """The policy of a new text."""
         return self
 
     def on_draft(self, network_s: float, node_count: int = 0, session_count: int = 0, step_s: float = 0.0) -> None:
@@ -230,7 +230,7 @@ class Simulation:
         verdict it commits, sends the next verification by the plan in force, then asks the policy, as a coordinator
         does."""
         text, record, round_index, text_end = stream.text, None, 0, stream.text.token_count
-        policy = self.service.policy(stream.index, len(self._running))
+        policy = self.service.policy(stream.index)
         plan, is_late, verdict_s = policy.plan(SPARE_TOKENS), False, self.now_s
         while True:
             self._after(self.world.network_s / 2, self._commit, stream, (len(stream.ranks), plan))
@@ -275,7 +275,7 @@ class Simulation:
                 if not text.is_repeated:
                     self._end(stream)
                     yield math.inf
-                policy, record, round_index = self.service.policy(stream.index, len(self._running)), None, 0
+                policy, record, round_index = self.service.policy(stream.index), None, 0
                 text_end = len(stream.ranks) + text.token_count
 
     def _queue(self, stream: Stream, rows: int, more_s: float) -> None:

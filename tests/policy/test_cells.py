@@ -77,8 +77,8 @@ def test_exploration_is_counted_and_bounded() -> None:
     world, policies = CELLS["acceptance 0.7, RTT 3 ms"].world, []
 
     class Counting(FleetService):
-        def policy(self, stream_index: int, session_count: int) -> Policy:
-            policies.append(super().policy(stream_index, session_count))
+        def policy(self, stream_index: int) -> Policy:
+            policies.append(super().policy(stream_index))
             return policies[-1]
 
     Simulation(world, Counting(world)).run_until(20.0)

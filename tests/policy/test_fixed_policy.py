@@ -39,7 +39,7 @@ class Fixed(FixedService):
         steps, self._acceptance = primed(slope), Acceptance()
         self._steps = steps if is_limited else None
 
-    def policy(self, stream_index: int, session_count: int) -> FixedPolicy:
+    def policy(self, stream_index: int) -> FixedPolicy:
         records = self.records
 
         class Recorded(FixedPolicy):

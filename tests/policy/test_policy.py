@@ -35,7 +35,7 @@ GREEDY = GenerationRequest(token_ids=(1,), sampling=SamplingParams(temperature=0
 
 def auto() -> GoodputPolicy:
     """Of a service that has just begun."""
-    policy = FleetService(one(0.7)).policy(0, 1)
+    policy = FleetService(one(0.7)).policy(0)
     assert isinstance(policy, GoodputPolicy)
     return policy
 
@@ -180,7 +180,7 @@ def test_it_gives_its_reason_in_numbers() -> None:
     that is in force, of the best plan of the draft."""
     reason = auto().prediction.reason
     assert re.fullmatch(r"a (chain|tree) .*: \d+ tokens/s predicted; off: 5\d", reason), reason
-    slow = FleetService(one(0.7, draft_s=10 * TARGET_S)).policy(0, 1)
+    slow = FleetService(one(0.7, draft_s=10 * TARGET_S)).policy(0)
     assert isinstance(slow, GoodputPolicy)
     assert re.fullmatch(r"off: 5\d tokens/s predicted; a (chain|tree) .*: \d+", slow.prediction.reason)
 
