@@ -8,7 +8,7 @@ from specdec.policy.mean import Mean
 from specdec.protocol.plan import Plan
 from specdec.step_curve import StepCurve
 
-STEP_GUESS_S, LATE_S = 0.003, 0.002  # a step; how much longer the first token takes than step and network
+STEP_GUESS_S, LATE_S = 0.003, 0.001  # a step; how much longer the first token takes than step and network
 SAMPLES_KEPT = 20.0
 WAIT_SLACK, WAIT_LEAST_S, WAIT_MAX_S = 2.5, 0.005, 1.0  # limit of a wait: a multiple of the tokens' expected time
 

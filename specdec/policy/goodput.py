@@ -20,9 +20,10 @@ from specdec.protocol.plan import Plan
 from specdec.protocol.records import RoundRecord
 
 PRIOR_ROUNDS, IDLE_S = 16.0, 20.0  # as which a forecast counts; until a measurement is old
-REFRESH_S = 0.05
+REFRESH_S = 0.15
 OVERHEAD_GUESS_S, LOCAL_GUESS = 0.0015, 0.1  # of a round beside the step; tokens of the coordinator's own proposers
 BUDGET_SHARE, BUDGET_MAX_S, DEBT_MAX_S = 0.01, 1.0, 0.15  # of all time, that explorations may lose
+START_ROUNDS = 4.0  # that they may lose at a start
 REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a draft token costs bytes and the coordinator's time too
 
 
@@ -76,8 +77,8 @@ class Goodput:
         self.exploring_until_s = self.baseline_until_s = -math.inf
         self.baseline_s = 0.0  # when plain decoding is due; 0: never measured
         self._refreshed_s, self._conditions = -math.inf, (0, 0, 0.0)
+        self.credit_s = 0.0
         self.refresh(-math.inf)
-        self.credit_s = 4 * self.off.round_s
 
     @property
     def local_guess(self) -> float:
@@ -117,7 +118,8 @@ class Goodput:
             self._overhead_s.add(beside_s)
         own.accepted.add(share)
         own.offered.add(tokens.offered_count)
-        own.paths.add(max(0, tokens.path_count - 1))
+        if own.plan.siblings:
+            own.paths.add(max(0, tokens.path_count - 1))
         own.beside_s.add(beside_s)
         own.updated_s = record.times.end_s
 
@@ -148,12 +150,14 @@ class Goodput:
             own.round_s = steps.step_s(rows, own.plan.window > 0, paths) + beside_s
 
     def _check_conditions(self, target_s: float) -> None:
-        """Drops what the plans of the draft measured where target or draft jumped: the forecasts know of it at once."""
+        """Begins anew where target or draft jumped: drops what the plans of the draft measured, as their forecasts know
+        of it at once, and lets them be explored."""
         trip_s = self.draft.trip_s(self.off.plan, self.steps.load)
         *counts, known_s = self._conditions
         conditions = self.steps.jumps, self.draft.connections
         if [*conditions] != counts or abs(trip_s - known_s) > 0.25 * known_s + 0.1 * target_s:
             self._conditions = *conditions, trip_s
+            self.credit_s = max(self.credit_s, START_ROUNDS * target_s)
             for own in self.drafting:
                 own.forget()
 

@@ -10,7 +10,16 @@ import math
 from dataclasses import replace
 
 from specdec.policy.acceptance import Acceptance
-from specdec.policy.goodput import IDLE_S, PRIOR_ROUNDS, REACH_LEAST, REACH_SLACK, Candidate, Goodput
+from specdec.policy.goodput import (
+    BUDGET_MAX_S,
+    DEBT_MAX_S,
+    IDLE_S,
+    PRIOR_ROUNDS,
+    REACH_LEAST,
+    REACH_SLACK,
+    Candidate,
+    Goodput,
+)
 from specdec.policy.mean import Mean
 from specdec.protocol.plan import Plan
 from specdec.protocol.policy import Prediction
@@ -34,7 +43,7 @@ class GoodputPolicy:
         self._acceptance = Acceptance(goodput.acceptance)
         guesses = goodput.local_guess, HELPER_GUESS, HELPER_GUESS
         self._local, self._heads_help, self._local_help = (Mean(each, *[HELPER_ROUNDS] * 2) for each in guesses)
-        self.wants_heads = self.wants_local = self._asks_local = True
+        self.wants_heads = self.wants_local = self._asks_local = goodput.local is not None
         self._exploring_until: tuple[int, float] | None = None  # rounds that counted, and a time
         self._instead = goodput.off  # the plan that an exploration stands for
         self._exploring_rounds = self._explored_tokens = 0
@@ -66,7 +75,7 @@ class GoodputPolicy:
             self._exploring_rounds += 1
             self._explored_tokens += record.tokens.kept_count
             self._explored_s += record.times.round_s
-        if record.plan.draft_length_max:
+        if goodput.local is not None and record.plan.draft_length_max:
             self._learn_helpers(record)
         if record.is_refused:  # what its plan brings says nothing of the plan in a session with a draft
             if self._own.plan.window:
@@ -186,9 +195,15 @@ class GoodputPolicy:
         return EXPLORATION_ROUNDS if own.plan.window else EXPLORATION_ROUNDS // 2
 
     def _loss_s(self, own: Candidate, best: Candidate) -> float:
-        """The seconds that an exploration is expected to lose."""
+        """The seconds that an exploration is expected to lose; never more than the budget can save."""
         seconds = self._goodput.warm_s(own) + self._rounds(own) * own.round_s
-        return max(0.0, seconds * (1 - self._rates[own] / self._rates[best]))
+        lost_s = max(0.0, 1 - self._rates[own] / self._rates[best]) * seconds + self._others_loss_s(own, best, seconds)
+        return min(lost_s, BUDGET_MAX_S - DEBT_MAX_S)
+
+    def _others_loss_s(self, own: Candidate, best: Candidate, seconds: float) -> float:
+        """The seconds that the other sessions lose together while one explores with a draft on the target's cores."""
+        steps, is_slowing = self._goodput.steps, own.plan.window > 0 and best.plan.window == 0
+        return seconds * (steps.load - 1) * steps.slowdown_share() if is_slowing else 0.0
 
     def _explore(self, own: Candidate, now_s: float) -> None:
         goodput, rounds = self._goodput, self._rounds(own)
@@ -200,10 +215,8 @@ class GoodputPolicy:
 
     def _charge(self) -> None:
         """Takes from the budget what an exploration lost against the best plan: the mean of what its tokens and what
-        its estimated rate say, as its rounds are few; and what a draft on the target's cores cost the others."""
-        best_rate, steps = self._rates[self._instead], self._goodput.steps
-        estimated = self._explored_s * self._rates[self._own]
-        lost_s = self._explored_s - (self._explored_tokens + estimated) / 2 / best_rate
-        if self._own.plan.window:
-            lost_s += self._explored_s * (steps.load - 1) * steps.slowdown_share()
+        its estimated rate say, as its rounds are few."""
+        seconds, best_rate = self._explored_s, self._rates[self._instead]
+        lost_s = seconds - (self._explored_tokens + seconds * self._rates[self._own]) / 2 / best_rate
+        lost_s += self._others_loss_s(self._own, self._instead, seconds)
         self._lost_s += self._goodput.charge(lost_s)

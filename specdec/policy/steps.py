@@ -47,7 +47,9 @@ class StepTimes:
 
     def step_s(self, rows: float, is_drafting: bool, paths: float = 0.0) -> float:
         """Seconds of a step; `rows`, further `paths`: of all its sessions together; with or without a draft at work."""
-        seconds = self._curve.seconds(rows) or 0.02
+        return self._scaled(self._curve.seconds(rows) or 0.02, is_drafting, paths)
+
+    def _scaled(self, seconds: float, is_drafting: bool, paths: float) -> float:
         seconds += paths * PATH_SHARE * (self._curve.seconds(1) or seconds) if paths else 0.0
         return seconds * self._speed * (self._slowdown if is_drafting else 1.0)
 
@@ -74,10 +76,9 @@ class StepTimes:
         is_drafting = self._drafted_s > record.times.start_s
         if is_drafting != self._is_drafting:
             self._is_drafting, self._settling = is_drafting, float(SETTLING_STEPS)
-        paths = (
-            max(0, record.tokens.path_count - 1) / share
-        )  # of the others it is not known: they count as having as many
-        ratio = step.step_s / self.step_s(step.rows, is_drafting, paths)
+        flat_s = self._curve.seconds(step.rows) or step.step_s
+        further = max(0, record.tokens.path_count - 1)  # of the others it is not known: they count as having as many
+        ratio = step.step_s / self._scaled(flat_s, is_drafting, further / share)
         if self._is_jump(record, ratio, share):
             return
         change = share * (min(max(ratio, 0.5), 1.6) - 1)
@@ -88,7 +89,7 @@ class StepTimes:
             self._speed *= 1.0 if is_drafting else factor
             self._slowdown = min(max(self._slowdown * (factor if is_drafting else 1 / factor), 1.0), JUMP_FACTOR)
         self._settling = max(0.0, self._settling - share)
-        self._curve.add(step.rows, ratio * (self._curve.seconds(step.rows) or step.step_s / ratio))
+        self._curve.add(step.rows, ratio * flat_s)
 
     def _is_jump(self, record: RoundRecord, ratio: float, share: float) -> bool:
         """Whether a step took a multiple of its expected time; after two of them the curve starts anew, and after two

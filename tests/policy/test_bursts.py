@@ -76,8 +76,7 @@ def slow_draft(table: Goodput) -> None:
     """A step of the draft takes a second."""
     for nodes in (1, 2, 4, 8):
         for _ in range(400):
-            table._draft._steps.add(nodes, 1.0)
-            table._draft._late.add(1.0)
+            table.draft._steps.add(nodes, 1.0)
 
 
 def useless_plans(table: Goodput) -> None:

@@ -103,7 +103,8 @@ def test_a_shrunk_plan_keeps_its_draft() -> None:
 def test_heads_are_asked_while_their_tokens_are_accepted() -> None:
     """Claim: heads that no round accepts are asked in every 64th round only; one such round whose tokens are accepted
     brings them back. Rounds that had none of their tokens count for neither."""
-    policy, accepted = auto(), (Proposer.HEADS,) * 3
+    goodput = Goodput(StepTimes(), DraftTimes(), Acceptance(), LENGTH_CAP, catalogue(True, True))
+    policy, accepted = GoodputPolicy(goodput, LENGTH_CAP), (Proposer.HEADS,) * 3
 
     def told(index: int, had_heads: bool, proposers: tuple[Proposer, ...] = (Proposer.DRAFT,) * 3) -> bool:
         record = record_of(index, policy.plan(SPARE_TOKENS), 3, 3)
