@@ -266,7 +266,9 @@ def of_checkout(checkout: Path, names: Sequence[str], seed_count: int) -> list[f
         (Path(folder) / "bench").symlink_to(Path(__file__).resolve().parent)
         own = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(checkout.resolve())])}
         asked, command = json.dumps([names, seed_count]), python_command("-c", code)
-        done = subprocess.run(command, env=own, input=asked, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, env=own, input=asked, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"--checkout {checkout}: its fleet or its peers are not those that `FleetService` speaks to")
     found: list[float] = json.loads(done.stdout)
     return found
 

@@ -195,7 +195,8 @@ class Simulation:
         return (counts[-1] - counts[0]) / (to_s - from_s) if counts else 0.0
 
     def _after(self, seconds: float, happen: Callable[..., None], *arguments: Any) -> None:
-        heapq.heappush(self._events, (self.now_s + seconds, next(self._names), happen, arguments))
+        if seconds < math.inf:
+            heapq.heappush(self._events, (self.now_s + seconds, next(self._names), happen, arguments))
 
     def _change(self, values: dict[str, Any]) -> None:
         self.world = replace(self.world, **values)
