@@ -29,8 +29,8 @@ REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a draft token costs byt
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A plan, what it measured, and its estimates as of the last refresh: `round_s` if all sessions ran it, and
-    `accepted_share` of the forecast's tokens."""
+    """A plan, what it measured, and its estimates as of the last refresh: `rows` of a session and `round_s`, if
+    all ran it; `accepted_share` of the forecast's tokens."""
 
     plan: Plan
     accepted: Mean = field(default_factory=lambda: Mean(1.0))
@@ -40,6 +40,7 @@ class Candidate:
     forecast: Forecast = Forecast(0.0)
     updated_s: float = -math.inf
     accepted_share: float = 1.0
+    rows: float = 1.0
     round_s: float = 1.0
 
     @property
@@ -144,10 +145,10 @@ class Goodput:
             if own.plan.window:
                 own.forecast = forecast(own.plan, self.draft, load, target_s)
             own.accepted_share = own.accepted.shrunk(usual, PRIOR_ROUNDS)
-            rows = load * (1 + own.offered.shrunk(own.forecast.offered, PRIOR_ROUNDS))
+            own.rows = 1 + own.offered.shrunk(own.forecast.offered, PRIOR_ROUNDS)
             paths = load * own.paths.shrunk(0.0, PRIOR_ROUNDS)
             beside_s = own.beside_s.shrunk(own.forecast.wait_s + overhead_s, PRIOR_ROUNDS)
-            own.round_s = steps.step_s(rows, own.plan.window > 0, paths) + beside_s
+            own.round_s = steps.step_s(load * own.rows, own.plan.window > 0, paths) + beside_s
 
     def _check_conditions(self, target_s: float) -> None:
         """Begins anew where target or draft jumped: drops what the plans of the draft measured, as their forecasts know
