@@ -22,7 +22,7 @@ from specdec.protocol.records import RoundRecord
 PRIOR_ROUNDS, IDLE_S = 16.0, 20.0  # as which a forecast counts; until a measurement is old
 REFRESH_S = 0.15
 OVERHEAD_GUESS_S, LOCAL_GUESS = 0.0015, 0.1  # of a round beside the step; tokens of the coordinator's own proposers
-BUDGET_SHARE, BUDGET_MAX_S, DEBT_MAX_S = 0.01, 1.0, 0.15  # of all time, that explorations may lose
+BUDGET_SHARE, BUDGET_MAX_S, DEBT_MAX_S = 0.01, 1.0, 0.15  # of all time, for explorations; debt of a session
 START_ROUNDS = 4.0  # that they may lose at a start
 REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a draft token costs bytes and the coordinator's time too
 
@@ -96,11 +96,13 @@ class Goodput:
         self.round_count += 1
         if record.plan.window or self.round_count == 1:
             self.drafted_s = record.times.end_s
-        self.credit_s = min(self.credit_s + BUDGET_SHARE * record.times.round_s, BUDGET_MAX_S)
+        owed_s = max(self.credit_s, -DEBT_MAX_S * self.steps.load)  # the sessions that owed more may have ended
+        self.credit_s = min(owed_s + BUDGET_SHARE * record.times.round_s, BUDGET_MAX_S)
 
     def charge(self, lost_s: float) -> float:
         """Takes the loss of an exploration from the credit, as far as it may fall or rise, and returns what it took."""
-        taken_s = max(min(lost_s, self.credit_s + DEBT_MAX_S), self.credit_s - BUDGET_MAX_S)
+        debt_max_s = DEBT_MAX_S * self.steps.load
+        taken_s = max(min(lost_s, self.credit_s + debt_max_s), self.credit_s - BUDGET_MAX_S)
         self.credit_s -= taken_s
         return taken_s
 
