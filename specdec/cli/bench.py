@@ -27,7 +27,6 @@ BENCHMARKS = {
         "Trees, each proposer, predictions and heads, against chains, plain decoding and peers.",
     ),
     "chat-pair": ("chat_pair", "The chat model with its draft, against plain decoding, near and far."),
-    "policy-parts": ("policy_parts", "What each part of the policy is worth, in simulated cells."),
     "peers": ("peers", "transformers' own generation and assisted generation, and the engine alone."),
     "translation": ("translation", "A draft with another tokenizer, beside the translator of transformers."),
     "coverage": ("coverage", "How often the intervals of specdec advise hold on new prompts."),
