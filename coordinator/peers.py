@@ -75,7 +75,7 @@ class Peer(ABC):
         self.absent_reason = f"the {self.name} was not reached yet"
         self.is_stopping = False
         self.loss_count = 0  # connections that were lost
-self.model_name = ""  # of the last description
+        self.model_name = ""  # of the last description
         self.goodputs: dict[tuple[Rule, int, bool, bool], Goodput] = {}
         self._fingerprint = fingerprint
         self._changed = changed
