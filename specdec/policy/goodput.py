@@ -22,15 +22,15 @@ from specdec.protocol.records import RoundRecord
 PRIOR_ROUNDS, IDLE_S = 16.0, 20.0  # as which a forecast counts; until a measurement is old
 REFRESH_S = 0.15
 OVERHEAD_GUESS_S, LOCAL_GUESS = 0.0015, 0.1  # of a round beside the step; tokens of the coordinator's own proposers
-BUDGET_SHARE, BUDGET_MAX_S, DEBT_MAX_S = 0.01, 1.0, 0.15  # of all time, that explorations may lose
+BUDGET_SHARE, BUDGET_MAX_S, DEBT_MAX_S = 0.01, 1.0, 0.15  # of all time, for explorations; debt of a session
 START_ROUNDS = 4.0  # that they may lose at a start
 REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a draft token costs bytes and the coordinator's time too
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A plan, what it measured, and its estimates as of the last refresh: `round_s` if all sessions ran it, and
-    `accepted_share` of the forecast's tokens."""
+    """A plan, what it measured, and its estimates as of the last refresh: `rows` of a session and `round_s`, if
+    all ran it; `accepted_share` of the forecast's tokens."""
 
     plan: Plan
     accepted: Mean = field(default_factory=lambda: Mean(1.0))
@@ -40,6 +40,7 @@ class Candidate:
     forecast: Forecast = Forecast(0.0)
     updated_s: float = -math.inf
     accepted_share: float = 1.0
+    rows: float = 1.0
     round_s: float = 1.0
 
     @property
@@ -95,11 +96,13 @@ class Goodput:
         self.round_count += 1
         if record.plan.window or self.round_count == 1:
             self.drafted_s = record.times.end_s
-        self.credit_s = min(self.credit_s + BUDGET_SHARE * record.times.round_s, BUDGET_MAX_S)
+        owed_s = max(self.credit_s, -DEBT_MAX_S * self.steps.load)  # the sessions that owed more may have ended
+        self.credit_s = min(owed_s + BUDGET_SHARE * record.times.round_s, BUDGET_MAX_S)
 
     def charge(self, lost_s: float) -> float:
         """Takes the loss of an exploration from the credit, as far as it may fall or rise, and returns what it took."""
-        taken_s = max(min(lost_s, self.credit_s + DEBT_MAX_S), self.credit_s - BUDGET_MAX_S)
+        debt_max_s = DEBT_MAX_S * self.steps.load
+        taken_s = max(min(lost_s, self.credit_s + debt_max_s), self.credit_s - BUDGET_MAX_S)
         self.credit_s -= taken_s
         return taken_s
 
@@ -144,10 +147,10 @@ class Goodput:
             if own.plan.window:
                 own.forecast = forecast(own.plan, self.draft, load, target_s)
             own.accepted_share = own.accepted.shrunk(usual, PRIOR_ROUNDS)
-            rows = load * (1 + own.offered.shrunk(own.forecast.offered, PRIOR_ROUNDS))
+            own.rows = 1 + own.offered.shrunk(own.forecast.offered, PRIOR_ROUNDS)
             paths = load * own.paths.shrunk(0.0, PRIOR_ROUNDS)
             beside_s = own.beside_s.shrunk(own.forecast.wait_s + overhead_s, PRIOR_ROUNDS)
-            own.round_s = steps.step_s(rows, own.plan.window > 0, paths) + beside_s
+            own.round_s = steps.step_s(load * own.rows, own.plan.window > 0, paths) + beside_s
 
     def _check_conditions(self, target_s: float) -> None:
         """Begins anew where target or draft jumped: drops what the plans of the draft measured, as their forecasts know

@@ -201,9 +201,12 @@ class GoodputPolicy:
         return min(lost_s, BUDGET_MAX_S - DEBT_MAX_S)
 
     def _others_loss_s(self, own: Candidate, best: Candidate, seconds: float) -> float:
-        """The seconds that the other sessions lose together while one explores with a draft on the target's cores."""
-        steps, is_slowing = self._goodput.steps, own.plan.window > 0 and best.plan.window == 0
-        return seconds * (steps.load - 1) * steps.slowdown_share() if is_slowing else 0.0
+        """The seconds that the other sessions lose together while one explores: by its rows, and by a draft on the
+        target's cores."""
+        steps, load = self._goodput.steps, self._goodput.steps.load
+        usual_s = steps.step_s(load * best.rows, best.plan.window > 0)
+        explored_s = steps.step_s(load * best.rows + own.rows - best.rows, best.plan.window + own.plan.window > 0)
+        return seconds * (load - 1) * max(0.0, 1 - usual_s / explored_s)
 
     def _explore(self, own: Candidate, now_s: float) -> None:
         goodput, rounds = self._goodput, self._rounds(own)

@@ -57,10 +57,6 @@ class StepTimes:
         """Seconds by which the target's heads lengthen a step if every session asks for them."""
         return self._speed * (self._heads.seconds(self.load) or 0.0)
 
-    def slowdown_share(self) -> float:
-        """The share of a step that a draft at work adds."""
-        return 1 - 1 / self._slowdown
-
     def fade(self, now_s: float) -> None:
         """Lets what no step measured lately return to the times at start."""
         self._curve.fade(now_s)

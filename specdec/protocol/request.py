@@ -89,7 +89,7 @@ class SpeculativePolicy:
 
     `draft_window`, `draft_nodes_per_step`, `draft_wait_ms` and `draft_siblings` belong to mode FIXED, which must be
     named with them. `proposers`: those that may propose; empty: with FIXED the draft model, otherwise all of the
-    server.
+    server. `report_rounds`: the client wants to see the rounds.
     """
 
     enabled: bool = True
@@ -101,6 +101,7 @@ class SpeculativePolicy:
     draft_wait_ms: float | None = None
     draft_siblings: int | None = None
     proposers: tuple[Proposer, ...] = ()
+    report_rounds: bool = False
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is not None:
@@ -142,7 +143,17 @@ class GenerationRequest:
         if len(self.label) > LABEL_LENGTH_MAX:
             raise InvalidRequest("label", f"{len(self.label)} characters", f"at most {LABEL_LENGTH_MAX} characters")
         check_salt(self.cache_salt)
+        if self.withheld_proposers.intersection(self.speculative.proposers):
+            limit = "absent or false with proposer SUFFIX, or a cache_salt with it: guesses are texts of the same salt"
+            raise InvalidRequest("speculative.report_rounds", True, limit)
         self.rule()
+
+    @property
+    def withheld_proposers(self) -> frozenset[Proposer]:
+        """Proposers whose guesses the client may not see: rounds have the tokens that were not accepted too, and those
+        of SUFFIX are texts of all clients with the same salt, without one of all others."""
+        is_common = self.speculative.report_rounds and not self.cache_salt
+        return frozenset({Proposer.SUFFIX}) if is_common else frozenset()
 
     def rule(self) -> tuple[Rule, str] | None:
         """Returns the rule that the request names or implies, and the reason in one line; None: the server's choice.

@@ -1,0 +1,1 @@
+"""The gateway: OpenAI's HTTP interface in front of coordinators."""
