@@ -29,7 +29,7 @@ from specdec.protocol.types import Proposer
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
 GAIN = 1.02  # least ratio of rates for a change of plan
 SPREAD = 1.0  # of a round's tokens, relative to their mean
-MEASURED_ROUNDS, EXPLORATION_ROUNDS, EXPLORATION_MAX_S = 8.0, 12, 10.0  # of a plan that may be chosen; of a measurement
+MEASURED_ROUNDS, EXPLORATION_ROUNDS, EXPLORATION_MAX_S = 8.0, 12, 4.0  # of a plan that may be chosen; of a measurement
 BASELINE_SHARE, BASELINE_MAX_S = 0.003, 60.0  # of the time that plain decoding may lose; its longest interval
 PROBE_S, PROBE_ROUNDS = 3.0, 64  # without the draft, and without its helpers: they may have become better
 HELPER_GUESS, HELPER_ROUNDS = 0.3, 12.0  # accepted tokens of heads or local proposers in a round; rounds that count
