@@ -1,8 +1,9 @@
 """`python -m bench.policy_cells`: the policy in a simulated service, against off and against the best fixed plan.
 
-Two kinds of cells. Where the draft is of no use, or ceases to be, the policy must reach 0.98 of off within 2 s of the
-change. Where speculation pays it must reach 0.97 of the best fixed plan, that plan chosen on other seeds. Steps jitter
-and now and then pause; no models, no services, no real clock: bench/policy_world.py.
+Three kinds of cells. Where the draft is of no use, or ceases to be, the policy must reach 0.98 of off from 2 s after
+the change on. Where speculation pays it must reach 0.97 of the best fixed plan, that plan chosen on other seeds. A
+minute after odd requests (bench/policy_bursts.py) it must be near that plan whatever they taught. Steps jitter and now
+and then pause; no models, no services, no real clock: bench/simulation.py.
 """
 
 from __future__ import annotations
@@ -10,283 +11,316 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as Printed
+from rich.progress import track
+from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.event_simulation import Scenario
-from bench.policy_world import FixedService, OnePlan, Service, Simulated, World
-from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.catalogue import DraftTimes, catalogue
-from specdec.policy.steps import Steps
-from specdec.policy.table import Table
+from bench.policy_bursts import with_bursts
+from bench.simulation import FixedService, Simulation, Text, World, best_plan
+from specdec.config import CoordinatorSettings
+from specdec.coordinator.fleet import Fleet
+from specdec.launch.children import python_command
+from specdec.protocol.items import Nodes
 from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.policy import Policy
+from specdec.protocol.request import GenerationRequest, SamplingParams
+from specdec.protocol.types import Description, Rule
 
-TARGET_S, OVERHEAD_S, LENGTH_CAP = 0.018, 0.0012, 16
-OF_OFF, OF_BEST = 0.98, 0.97
-WAIT_S = 0.5  # of fixed plans that wait
-
-
-class AutoService(Service):
-    """A coordinator that knows what its replicas measured when they had loaded."""
-
-    def __init__(self, world: World) -> None:
-        steps, draft, scenario = Steps(), DraftTimes(), world.scenario
-        steps.prime(tuple((rows, scenario.target_step_s(rows)) for rows in (1, 2, 4, 8, 16)))
-        draft.prime(tuple((nodes, scenario.draft_step_s(nodes)) for nodes in (1, 2, 4, 8)))
-        draft.on_network(scenario.network_s)
-        self.draft, self.table = draft, Table(steps, draft, LENGTH_CAP)
-
-    def policy(self, index: int) -> Policy:
-        return AutoPolicy(self.table, LENGTH_CAP)
-
-    def on_draft_step(self, nodes: int, seconds: float) -> None:
-        self.draft.on_step(nodes, seconds)
-
-    def on_network(self, network_s: float) -> None:
-        self.draft.on_network(network_s)
+TARGET_S, LENGTH_CAP = 0.018, 16
+OF_OFF, OF_BEST, OF_BEST_LATER = 0.98, 0.97, 0.9
+BURSTS_S, BACK_S, COUNTED_S = 1800.0, 60.0, 40.0
+OTHER_SEED = 1000
+SETTINGS = CoordinatorSettings(
+    target="localhost:1",
+    draft="localhost:2",
+    tokenizer="none",
+    speculation_policy="auto",
+    num_speculative_tokens_max=LENGTH_CAP,
+    draft_siblings_max=0,
+    proposers="draft",
+)
+REQUEST = GenerationRequest(token_ids=(1,), sampling=SamplingParams(temperature=0))
+REPLICA = Description("digest", "print", "simulated", 7, 1 << 20, (1,), "float32", "cpu", "none")
 
 
-class SomeOff(AutoService):
-    """The same, but some streams decode plainly."""
+class FleetService(FixedService):
+    """The policies of a coordinator, as its `Fleet` makes them; it knows what its replicas measured when they had
+    loaded. `plain`: streams that decode plainly."""
 
-    def __init__(self, world: World, streams: tuple[int, ...]) -> None:
-        super().__init__(world)
-        self._streams = streams
+    def __init__(self, world: World, plain: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.fleet, self._plain, self._turn = Fleet(SETTINGS, "", lambda: None), plain, 0
+        assert self.fleet.draft is not None
+        self._draft = self.fleet.draft
+        self.on_draft(world.network_s)
+        for peer, step_s in ((self.fleet.target, world.target_step_s), (self._draft, world.draft_step_s)):
+            peer._on_found(replace(REPLICA, step_times=tuple((count, step_s(count)) for count in (1, 2, 4, 8, 16))))
 
-    def policy(self, index: int) -> Policy:
-        return OnePlan(OFF_PLAN) if index in self._streams else super().policy(index)
+    def policy(self, stream_index: int) -> Policy | FixedService:
+        if stream_index in self._plain:
+            return super().policy(stream_index)
+        self._turn += 1
+        return self.fleet.choose(REQUEST, self._turn).policy
+
+    def on_draft(self, network_s: float, node_count: int = 0, session_count: int = 0, step_s: float = 0.0) -> None:
+        self._draft.link.stamps.network_s = network_s
+        if node_count:
+            nodes = Nodes(0, 0, 0, 0, (), round(1e6 * step_s), node_count, active_sessions=session_count)
+            self._draft.measure_step(nodes, Rule.GREEDY, 0)
+        else:
+            self._draft.measure_network()
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A world, and the time from which it counts, 2 s after what changes in it. `streams`: those that count; with
-    `beside`, off is those streams alone, the others speculate. `pays`: the bar is of the best fixed plan."""
+    """A world, and the time that counts, from 2 s after what changes in it on. `streams`: those that count, by default
+    all; with `is_beside`, off is those streams alone, the others speculate. `pays`: the bar is of the best fixed plan.
+    `bursts_s`: seconds of odd requests before its own; the time counts from their end."""
 
     name: str
     world: World
-    from_s: float
-    to_s: float
-    streams: tuple[int, ...] = (0,)
+    from_s: float = 2.0
+    to_s: float = 20.0
     pays: bool = False
-    beside: bool = False
+    streams: Sequence[int] = ()
+    is_beside: bool = False
+    bursts_s: float = 0.0
+
+    def rate(self, service: FixedService, seed: int) -> float:
+        """Tokens per second of the streams that count."""
+        world = with_bursts(self.world, self.bursts_s, seed) if self.bursts_s else self.world
+        from_s, to_s, run = self.bursts_s + self.from_s, self.bursts_s + self.to_s, Simulation(world, service, seed)
+        run.run_until(to_s)
+        return sum(run.rate(index, from_s, to_s) for index in self.streams or range(len(self.world.texts)))
+
+
+def _step_s(first_s: float, slope: float, rows: int) -> float:
+    return first_s * (1 + slope * (rows - 1))
+
+
+def _expert_step_s(rows: int) -> float:
+    """Half of a step reads experts, 4 of 32 for each row: those that none of the rows chose stay unread."""
+    return TARGET_S * (0.5 + 0.5 * (1 - (1 - 4 / 32) ** rows) * 32 / 4)
 
 
 def steps_of(slope: float) -> Callable[[int], float]:
     """A target's step by rows: each row beyond the first adds a share."""
-    return partial(_step_s, slope)
+    return partial(_step_s, TARGET_S, slope)
 
 
-def _step_s(slope: float, rows: int) -> float:
-    return TARGET_S * (1 + slope * (rows - 1))
-
-
-def _draft_step_s(first_s: float, more_s: float, nodes: int) -> float:
-    return first_s + more_s * (nodes - 1)
-
-
-def scenario(
-    network_s: float = 0.003,
+def many(
+    count: int,
+    *acceptances: float,
+    token_count: float = 400,
     slope: float = 0.02,
     draft_s: float = 0.0011,
-    branches: tuple[float, ...] = (0.4, 0.13),
-    bonus_match: float | None = None,
-) -> Scenario:
-    """A near and fast draft, unless said otherwise."""
-    draft = partial(_draft_step_s, draft_s, 0.12 * draft_s)
-    return Scenario(steps_of(slope), draft, network_s, (0.7,), branches, bonus_match, OVERHEAD_S, 1, 0.15)
+    **fields: Any,
+) -> World:
+    """Streams whose texts have these acceptances in turn, on a near and fast draft unless said otherwise."""
+    texts = tuple(Text((acceptances[index % len(acceptances)],), token_count) for index in range(count))
+    usual = {"target_step_s": steps_of(slope), "draft_step_s": partial(_step_s, draft_s, 0.12), "network_s": 0.003}
+    noise = {"begins_s": (0.0,) * count, "overhead_s": 0.0012, "gather_s": 0.0015, "jitter": 0.15, "pause_share": 0.005}
+    return World(**{**usual, **noise, **fields}, texts=texts)
 
 
-def one(acceptance: float = 0.7, **of_scenario: Any) -> World:
-    """One stream."""
-    return World(scenario(**of_scenario), ((acceptance,),))
+one = partial(many, 1)
 
 
-def many(count: int, acceptance: float, begins_s: tuple[float, ...], **of_scenario: Any) -> World:
-    """Streams of equal texts."""
-    return World(scenario(**of_scenario), ((acceptance,),) * count, begins_s)
-
-
-def _slow_later(now_s: float) -> float:
-    return 1.0 if now_s < 60 else 100.0
-
-
-def _slow_first(now_s: float) -> float:
-    return 100.0 if now_s < 20 else 1.0
-
-
-def _silent_later(now_s: float) -> float | None:
-    return 1.0 if now_s < 10 else None
-
-
-def _silent(now_s: float) -> None:
-    return None
-
-
-def _wrong_later(now_s: float) -> float:
-    return 1.0 if now_s < 10 else 0.0
-
-
-def crowded(count: int) -> World:
-    """Streams whose draft takes more time from the target than it saves."""
-    return replace(many(count, 0.3, (0.0,) * count), contention=1.6)
-
-
-def _right_later(now_s: float) -> float:
-    return 0.0 if now_s < 20 else 1.0
+def later(at_s: float, **fields: Any) -> dict[str, Any]:
+    """A world's field for one change."""
+    return {"changes": ((at_s, fields),)}
 
 
 def failing_cells() -> list[Cell]:
     """A draft that is of no use, or ceases to be; load under which nothing should be drafted."""
     jump = (0.0, *(10.0 + 0.01 * index for index in range(31)))
-    flat = many(32, 0.7, (0.0,) * 32, slope=0.002)
-    steepens = replace(flat, changes=((6.0, "target_step_s", steps_of(0.25)),))
-    cells = [
-        Cell("draft as slow as its target", one(draft_s=TARGET_S), 2, 20),
-        Cell("draft as slow, and on its cores", replace(one(draft_s=TARGET_S), contention=1.4), 2, 20),
-        Cell("always wrong", one(0.0), 2, 20),
-        Cell("always wrong, on the target's cores", replace(one(0.0), contention=1.3), 2, 20),
-        Cell("silent", replace(one(), draft_factor=_silent), 2, 20),
-        Cell("100 times slower from the second minute on", replace(one(), draft_factor=_slow_later), 62, 80),
-        Cell("silent from 10 s on", replace(one(), draft_factor=_silent_later), 12, 30),
-        Cell("always wrong from 10 s on", replace(one(), acceptance_at=_wrong_later), 12, 30),
-        Cell("gains on its own, loses by shared cores", replace(one(0.5, network_s=0.03), contention=1.6), 2, 20),
-        *(
-            Cell(f"{count} streams, poor draft on the target's cores", crowded(count), 2, 30, tuple(range(count)))
-            for count in (2, 4, 8)
-        ),
-        Cell("useless text beside three perfect ones", _mixed(), 2, 15, (0,), beside=True),
-        Cell("perfect texts beside a useless one", _mixed(), 2, 15, (1, 2, 3)),
-        Cell("1 stream, then 32, steep rows", many(32, 0.6, jump, slope=0.25), 12, 30, tuple(range(32))),
-        Cell("32 streams, steep rows", many(32, 0.6, (0.0,) * 32, slope=0.25), 2, 20, tuple(range(32))),
-        Cell("32 streams, rows steep from 6 s on", steepens, 8, 20, tuple(range(32))),
-        Cell("32 streams, flat rows", many(32, 0.7, (0.0,) * 32, slope=0.002), 2, 6, tuple(range(32))),
+    mixed, steepens = many(4, 0.02, 0.98, 0.98, 0.98, slope=0.05), later(6, target_step_s=steps_of(0.25))
+    crowds = {count: many(count, 0.3, contention=1.6) for count in (2, 4, 8)}
+    poor = {ms: one(0.3, network_s=ms / 1e3, bonus_match=0.2) for ms in (0, 10, 30, 100)}
+    moved = {ms: one(0.4, network_s=0.0005, bonus_match=0.2, **later(10, network_s=ms / 1e3)) for ms in (9, 20)}
+    return [
+        Cell("draft as slow as its target", one(0.7, draft_s=TARGET_S)),
+        Cell("draft as slow, and on its cores", one(0.7, draft_s=TARGET_S, contention=1.4)),
+        Cell("always wrong", one(0.0)),
+        Cell("always wrong, on the target's cores", one(0.0, contention=1.3)),
+        Cell("silent", one(0.7, draft_factor=None)),
+        Cell("100 times slower from the second minute on", one(0.7, **later(60, draft_factor=100.0)), 62, 80),
+        Cell("silent from 10 s on", one(0.7, **later(10, draft_factor=None)), 12, 30),
+        Cell("always wrong from 10 s on", one(0.7, **later(10, acceptance_factor=0.0)), 12, 30),
+        Cell("gains on its own, loses by shared cores", one(0.5, network_s=0.03, contention=1.6)),
+        *(Cell(f"{count} streams, poor draft on the target's cores", world, 2, 30) for count, world in crowds.items()),
+        Cell("useless text beside three perfect ones", mixed, 2, 15, streams=(0,), is_beside=True),
+        Cell("perfect texts beside a useless one", mixed, 2, 15, streams=(1, 2, 3)),
+        Cell("1 stream, then 32, steep rows", many(32, 0.6, begins_s=jump, slope=0.25), 12, 30),
+        Cell("32 streams, steep rows", many(32, 0.6, slope=0.25)),
+        Cell("32 streams, rows steep from 6 s on", many(32, 0.7, slope=0.002, **steepens), 8),
+        Cell("32 streams, flat rows", many(32, 0.7, slope=0.002), 2, 6),
+        Cell("experts, acceptance 0.4", one(0.4, target_step_s=_expert_step_s)),
+        *(Cell(f"poor draft, RTT {ms} ms", world) for ms, world in poor.items()),
+        *(Cell(f"acceptance 0.4, RTT 0.5, then {ms} ms", world, 12) for ms, world in moved.items()),
     ]
-    for network_ms in (0, 10, 30, 100):
-        poor = one(0.3, network_s=network_ms / 1e3, bonus_match=0.2)
-        cells.append(Cell(f"poor draft, RTT {network_ms} ms", poor, 2, 20))
-    for network_ms in (9, 20):
-        poor = one(0.4, network_s=0.0005, bonus_match=0.2)
-        moved = replace(poor, changes=((10.0, "network_s", network_ms / 1e3),))
-        cells.append(Cell(f"acceptance 0.4, RTT 0.5, then {network_ms} ms", moved, 12, 20))
-    return cells
-
-
-def _mixed() -> World:
-    return World(scenario(slope=0.05), ((0.02,), (0.98,), (0.98,), (0.98,)), (0.0,) * 4)
 
 
 def paying_cells() -> list[Cell]:
-    """Where speculation pays: acceptance by round trip, and a draft that is slower."""
-    cells = []
-    for acceptance in (0.5, 0.7, 0.85):
-        for network_ms in (0, 3, 7, 30, 100):
-            world = one(acceptance, network_s=network_ms / 1e3)
-            cells.append(Cell(f"acceptance {acceptance}, RTT {network_ms} ms", world, 2, 20, pays=True))
-    slow = one(0.7, draft_s=0.004)
-    cells.append(Cell("acceptance 0.7, RTT 3 ms, draft 4 ms", slow, 2, 20, pays=True))
-    for network_ms in (3, 10):
-        better = replace(one(0.7, network_s=network_ms / 1e3), acceptance_at=_right_later)
-        cells.append(Cell(f"always wrong for 20 s, then 0.7, RTT {network_ms} ms", better, 60, 90, pays=True))
-        faster = replace(one(0.7, network_s=network_ms / 1e3), draft_factor=_slow_first)
-        cells.append(Cell(f"100 times slower for 20 s, then 0.7, RTT {network_ms} ms", faster, 30, 60, pays=True))
-    for first_ms, then_ms in ((0.5, 9), (0.5, 30), (30, 0.5)):
-        moved = replace(one(0.7, network_s=first_ms / 1e3), changes=((10.0, "network_s", then_ms / 1e3),))
-        cells.append(Cell(f"acceptance 0.7, RTT {first_ms}, then {then_ms} ms", moved, 12, 20, pays=True))
-    cells.append(Cell("8 streams, acceptance 0.7", many(8, 0.7, (0.0,) * 8), 2, 8, tuple(range(8)), True))
-    return cells
+    """Where speculation pays: acceptance by round trip, steep rows, and drafts that are slower or become better."""
+    cell, at = partial(Cell, pays=True), partial(one, 0.7)
+    better, faster = later(20, acceptance_factor=1.0), later(20, draft_factor=1.0)
+    grid = [(acceptance, ms) for acceptance in (0.5, 0.7, 0.85) for ms in (0, 3, 7, 30, 100)]
+    wrong = {ms: at(network_s=ms / 1e3, acceptance_factor=0.0, **better) for ms in (3, 10)}
+    slow = {ms: at(network_s=ms / 1e3, draft_factor=100.0, **faster) for ms in (3, 10)}
+    moves = [(first, then, later(10, network_s=then / 1e3)) for first, then in ((0.5, 9), (0.5, 30), (30, 0.5))]
+    experts = {of: many(*of, target_step_s=_expert_step_s) for of in ((1, 0.7), (1, 0.85), (8, 0.7))}
+    return [
+        *(cell(f"acceptance {share}, RTT {ms} ms", one(share, network_s=ms / 1e3)) for share, ms in grid),
+        cell("acceptance 0.7, RTT 3 ms, draft 4 ms", at(draft_s=0.004)),
+        *(cell(f"always wrong for 20 s, then 0.7, RTT {ms} ms", world, 60, 90) for ms, world in wrong.items()),
+        *(cell(f"100 times slower for 20 s, then 0.7, RTT {ms} ms", world, 30, 60) for ms, world in slow.items()),
+        *(cell(f"acceptance 0.7, RTT {a}, then {b} ms", at(network_s=a / 1e3, **own), 12) for a, b, own in moves),
+        *(cell(f"{count} streams on experts, acceptance {of}", world, 2, 8) for (count, of), world in experts.items()),
+        cell("8 streams, acceptance 0.7", many(8, 0.7), 2, 8),
+    ]
 
 
-def rate(cell: Cell, service: Service, seed: int) -> float:
-    """Tokens per second of the streams that count."""
-    run = Simulated(cell.world, service, seed)
-    run.run_until(cell.to_s)
-    return sum(run.rate(index, cell.from_s, cell.to_s) for index in cell.streams)
+def burst_cells(bursts_s: float = BURSTS_S) -> list[Cell]:
+    """A minute after odd requests have ended; some texts have no end."""
+    worlds = {
+        "near": one(0.7, network_s=0.0005),
+        "far": one(0.7, token_count=math.inf, network_s=0.02),
+        "on its cores": one(0.7, token_count=math.inf, network_s=0.001, draft_s=0.003, contention=1.25),
+        "poor, on its cores": one(0.6, network_s=0.001, draft_s=0.004, slope=0.05, contention=1.4),
+        "2 streams, on its cores": many(2, 0.7, network_s=0.001, draft_s=0.003, contention=1.25),
+    }
+    times = BACK_S, BACK_S + COUNTED_S, True, (), False, bursts_s
+    return [Cell(f"after odd requests, {name}", world, *times) for name, world in worlds.items()]
+
+
+CELLS = {cell.name: cell for cell in [*failing_cells(), *paying_cells(), *burst_cells()]}
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The results of a cell, means over its seeds. `best`: of the best fixed plan, if it was searched."""
+    """Tokens per second of a cell, means of some seeds. `best`: of the best fixed plan, if it was searched; `other`: of
+    the policy of another checkout. `share`: of what the bar, `bound`, is of."""
 
     name: str
     off: float
     auto: float
     best: float | None
     plan: str
-
-    @property
-    def share(self) -> float:
-        """Of what the bar is of."""
-        return self.auto / (self.best or self.off)
-
-    @property
-    def is_met(self) -> bool:
-        return self.share >= (OF_OFF if self.best is None else OF_BEST)
+    share: float
+    bound: float
+    other: float | None = None
 
 
-def run(cell: Cell, seed_count: int, make: Callable[[World], Service] = AutoService) -> Result:
-    """Runs a cell over some seeds; the best plan is chosen on seeds of its own."""
-    seeds = range(seed_count)
-
-    def mean(service_of: Callable[[], Service], first_seed: int = 0) -> float:
-        return sum(rate(cell, service_of(), first_seed + seed) for seed in seeds) / seed_count
-
-    auto = mean(lambda: make(cell.world))
-    off = mean(lambda: SomeOff(cell.world, cell.streams) if cell.beside else FixedService(OFF_PLAN))
-    if not cell.pays:
-        return Result(cell.name, off, auto, None, "")
-    waits = {plan: replace(plan, wait_s=WAIT_S if plan.wait_length else 0.0) for plan in catalogue()}
-    chosen = max(waits.values(), key=lambda plan: mean(lambda: FixedService(plan), 1000))
-    best = mean(lambda: FixedService(chosen))
-    return Result(cell.name, off, auto, best, chosen.description)
+def mean(cell: Cell, service_of: Callable[[], FixedService], seeds: Sequence[int]) -> float:
+    """Tokens per second of a cell over some seeds."""
+    return sum(cell.rate(service_of(), seed) for seed in seeds) / len(seeds)
 
 
-def table_of(results: list[Result]) -> Printed:
-    """A line for each cell."""
-    table = Printed(title="the policy in a simulated service; tokens per second")
-    for name in ("cell", "off", "auto", "auto / off", "auto / best", "best fixed plan", ""):
+def auto(name: str, seed_count: int) -> float:
+    """Tokens per second of a cell under the coordinator's policy; of the long bursts on a third of the seeds."""
+    cell = CELLS[name]
+    return mean(cell, lambda: FleetService(cell.world), range(-(-seed_count // 3) if cell.bursts_s else seed_count))
+
+
+def run(name: str, seed_count: int) -> Result:
+    """Runs a cell; the best plan is chosen on a seed of its own."""
+    cell, seeds, best, plan = CELLS[name], range(seed_count), None, OFF_PLAN
+    quiet = replace(cell, bursts_s=0.0, from_s=2.0, to_s=20.0) if cell.bursts_s else cell
+    plain = cell.streams if cell.is_beside else range(len(cell.world.texts))
+    off, own = mean(quiet, lambda: FleetService(cell.world, plain=plain), seeds), auto(name, seed_count)
+    if cell.pays:
+        plan = best_plan(lambda plan: quiet.rate(FixedService(plan), OTHER_SEED))[1]
+        best = mean(quiet, lambda: FixedService(plan), seeds)
+    bound = OF_BEST_LATER if cell.bursts_s else OF_BEST if cell.pays else OF_OFF
+    return Result(name, off, own, best, plan.description if cell.pays else "", own / (best or off), bound)
+
+
+def in_turn(function: Callable[..., Any], names: Sequence[str], seed_count: int) -> list[Any]:
+    """Returns the function's results of cells, with a bar of progress; one process for each core."""
+    with ProcessPoolExecutor() as pool:
+        found = pool.map(partial(function, seed_count=seed_count), names)
+        return [*track(found, "cells", len(names), console=Console(stderr=True))]
+
+
+def of_checkout(checkout: Path, names: Sequence[str], seed_count: int) -> list[float]:
+    """Returns `auto` of cells by the policy of another checkout: its package `specdec` under this folder `bench`."""
+    if not (checkout / "specdec" / "__init__.py").is_file():
+        raise SystemExit(f"--checkout {checkout}: no checkout of specdec, it has no specdec/__init__.py")
+    code = "import json, sys; from bench.policy_cells import auto, in_turn; names, count = json.load(sys.stdin)\n"
+    code += "print(json.dumps(in_turn(auto, names, count)))"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "bench").symlink_to(Path(__file__).resolve().parent)
+        own = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(checkout.resolve())])}
+        asked, command = json.dumps([names, seed_count]), python_command("-c", code)
+        done = subprocess.run(command, env=own, input=asked, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"--checkout {checkout}: its fleet or its peers are not those that `FleetService` speaks to")
+    found: list[float] = json.loads(done.stdout)
+    return found
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    """A line for each cell, and the geometric means of all."""
+    table, all_ratios = Table(title="the policy in a simulated service; tokens per second"), []
+    for name in ("cell", "off", "auto", "auto / off", "auto / best", "auto / other", "best fixed plan", ""):
         table.add_column(name, justify="left" if name in ("cell", "best fixed plan") else "right")
     for line in results:
-        of_best = "" if line.best is None else f"{line.auto / line.best:.3f}"
-        measurements = (f"{line.off:.1f}", f"{line.auto:.1f}", f"{line.auto / line.off:.3f}", of_best, line.plan)
-        table.add_row(line.name, *measurements, "" if line.is_met else "below")
+        all_ratios.append([line.auto / base if base else math.nan for base in (line.off, line.best, line.other)])
+        missed = "" if line.share >= line.bound else "below"
+        table.add_row(line.name, f"{line.off:.1f}", f"{line.auto:.1f}", *_shown(all_ratios[-1]), line.plan, missed)
+    means = [mean_of(ratio for ratio in column if ratio == ratio) for column in zip(*all_ratios)]
+    table.add_row("geometric mean", "", "", *_shown(means), style="bold")
     return table
 
 
-def geometric_mean(ratios: list[float]) -> float:
-    """Of positive ratios."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+def _shown(ratios: Iterable[float | None]) -> list[str]:
+    return ["" if ratio is None or math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios]
 
 
-def bars_of(results: list[Result]) -> list[Bar]:
-    """Each cell without gain at OF_OFF of off, those with gain together at OF_BEST of the best fixed plans."""
-    failing = {line.name: line.share for line in results if line.best is None}
-    paying = [line.share for line in results if line.best is not None]
+def mean_of(ratios: Iterable[float]) -> float | None:
+    """The geometric mean; None of nothing."""
+    known = [*ratios]
+    return geometric_mean(known) if known else None
+
+
+def bars_of(results: Sequence[Result]) -> list[Bar]:
+    """Each cell without gain, those with gain together, and each after odd requests."""
+
+    def shares(bound: float) -> dict[str, float]:
+        return {line.name: line.share for line in results if line.bound == bound}
+
     return [
-        worst_of("simulated: auto / off where speculation gains nothing", OF_OFF, failing),
-        Bar("simulated: auto / best fixed where it pays", OF_BEST, geometric_mean(paying) if paying else None),
+        worst_of("simulated: auto / off where speculation gains nothing", OF_OFF, shares(OF_OFF)),
+        Bar("simulated: auto / best fixed where it pays", OF_BEST, mean_of(shares(OF_BEST).values())),
+        worst_of("simulated: auto / best fixed a minute after odd requests", OF_BEST_LATER, shares(OF_BEST_LATER)),
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.policy_cells", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each cell (3)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each cell (%(default)s)")
     parser.add_argument("--only", default="", help="cells whose names hold this")
+    parser.add_argument("--checkout", type=Path, help="folder of another commit, whose policy runs in the same cells")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (%(default)s)")
     add_check_flag(parser)
     asked = parser.parse_args()
-    cells = [cell for cell in failing_cells() + paying_cells() if asked.only in cell.name]
-    with ProcessPoolExecutor() as pool:
-        results = list(pool.map(partial(run, seed_count=asked.seeds), cells))
+    names = [name for name in CELLS if asked.only in name]
+    others = of_checkout(asked.checkout, names, asked.seeds) if asked.checkout else [None] * len(names)
+    results = [replace(own, other=other) for own, other in zip(in_turn(run, names, asked.seeds), others)]
     console = Console(width=150)
     console.print(table_of(results))
     bars = bars_of(results)

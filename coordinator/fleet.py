@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.peers import Draft, Peer, Target
 from specdec.errors import InvalidRequest
-from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.catalogue import DraftTimes, catalogue
-from specdec.policy.draft_limit import DraftLimit
+from specdec.policy.acceptance import Acceptance
+from specdec.policy.draft_time import DraftTimes
 from specdec.policy.fixed_policy import OFF_POLICY, FixedPolicy
-from specdec.policy.table import Table
+from specdec.policy.goodput import Goodput
+from specdec.policy.goodput_policy import GoodputPolicy
+from specdec.policy.plans import catalogue
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.policy import Policy
@@ -53,15 +54,15 @@ class Fleet:
         self.store = SuffixStore(settings.suffix_store_mb << 20)
         self.calibration = Calibration()
         self._own = frozenset(Proposer[name.upper()] for name in settings.proposers.split(",") if name)
-        self._without_draft = {rule: DraftTimes() for rule in Rule}
+        self._without_draft = DraftTimes(), Acceptance()
 
-    def choose(self, request: GenerationRequest, turn: int, session_count: int = 1) -> Choice:
-        """Returns the choice for a request, the `turn`-th; `session_count`: of the generations that run, this one
-        included. Raises InvalidRequest for what the server does not have or allow."""
+    def choose(self, request: GenerationRequest, turn: int) -> Choice:
+        """Returns the choice for a request, the `turn`-th. Raises InvalidRequest for what the server does not have or
+        allow."""
         proposers = self._proposers(request)
         self._check_limits(request)
         rule, reason = self._rule(request, turn)
-        policy = self._policy(request, rule, proposers, session_count)
+        policy = self._policy(request, rule, proposers)
         return Choice(self.target, self._draft_of(proposers), rule, reason, policy, proposers)
 
     def _proposers(self, request: GenerationRequest) -> frozenset[Proposer]:
@@ -117,14 +118,11 @@ class Fleet:
     def _measured(self, rule: Rule) -> float | None:
         """Tokens per second of the best plan under the server's own limit; None before RULE_ROUNDS rounds."""
         draft = self._draft_of(self._own)
-        tables = self.target.tables if draft is None else draft.tables
-        key = (rule, self._settings.num_speculative_tokens_max, draft is not None, bool(self._own - {Proposer.DRAFT}))
-        table = tables.get(key)
-        return None if table is None or table.round_count < RULE_ROUNDS else table.best_worth()
+        key = rule, self._settings.num_speculative_tokens_max, draft is not None, bool(self._own - {Proposer.DRAFT})
+        goodput = (draft or self.target).goodputs.get(key)
+        return None if goodput is None or goodput.round_count < RULE_ROUNDS else goodput.best_rate()
 
-    def _policy(
-        self, request: GenerationRequest, rule: Rule, proposers: frozenset[Proposer], session_count: int
-    ) -> Policy:
+    def _policy(self, request: GenerationRequest, rule: Rule, proposers: frozenset[Proposer]) -> Policy:
         settings, own, draft = self._settings, request.speculative, self._draft_of(proposers)
         asked, limit = own.num_speculative_tokens, settings.num_speculative_tokens_max
         has_local = bool(proposers - {Proposer.DRAFT})
@@ -132,22 +130,25 @@ class Fleet:
             return OFF_POLICY
         if self._mode(request) is SpeculationMode.AUTO:
             cap = limit if asked is None else asked
-            tables = self.target.tables if draft is None else draft.tables
-            key = rule, cap, draft is not None, has_local
-            if key not in tables:
-                plans = catalogue(draft is not None, has_local, settings.draft_siblings_max, rule)
-                times = self._without_draft[rule] if draft is None else draft.times[rule]
-                tables[key] = Table(self.target.steps[rule], times, cap, plans)
-            return AutoPolicy(tables[key], cap)
+            return GoodputPolicy(self._goodput(rule, draft, cap, has_local), cap)
         length = settings.num_speculative_tokens if asked is None else asked
         if own.draft_window is not None and own.draft_window < length and not own.draft_siblings:
             least = f"at least the draft tokens of a verification, {length}"
             raise InvalidRequest("speculative.draft_window", own.draft_window, least)
         wait_ms = settings.draft_wait_ms if own.draft_wait_ms is None else own.draft_wait_ms
         window = min(length + 1, settings.draft_window_max) if own.draft_window is None else own.draft_window
-        shrunk, window = DraftLimit(self.target.load, length, session_count), window if draft is not None else 0
-        tree = own.draft_nodes_per_step or 1, wait_ms / 1000, shrunk, own.draft_siblings or 0
-        return FixedPolicy(length, window, *tree)
+        window, acceptance = (0, None) if draft is None else (window, draft.acceptance[rule])
+        tree = own.draft_nodes_per_step or 1, wait_ms / 1000, own.draft_siblings or 0
+        return FixedPolicy(length, window, *tree, self.target.steps[rule], acceptance)
+
+    def _goodput(self, rule: Rule, draft: Draft | None, cap: int, has_local: bool) -> Goodput:
+        """Returns the measurements of plans that requests of one kind share."""
+        goodputs, key = (draft or self.target).goodputs, (rule, cap, draft is not None, has_local)
+        if key not in goodputs:
+            plans = catalogue(draft is not None, has_local, self._settings.draft_siblings_max, rule)
+            measured = self._without_draft if draft is None else (draft.times[rule], draft.acceptance[rule])
+            goodputs[key] = Goodput(self.target.steps[rule], *measured, cap, plans)
+        return goodputs[key]
 
     def local_proposers(
         self, choice: Choice, request: GenerationRequest, committed: list[int], prediction: Sequence[int]

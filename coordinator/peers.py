@@ -18,10 +18,10 @@ from typing import Any, ClassVar, Protocol
 from specdec.config import TlsSettings
 from specdec.coordinator.deadlines import TICK_S, Deadlines
 from specdec.errors import InvalidRequest, Mismatch, ReplicaUnavailable, SpecdecError
-from specdec.policy.catalogue import DraftTimes
-from specdec.policy.draft_limit import Load
-from specdec.policy.steps import Steps
-from specdec.policy.table import Table
+from specdec.policy.acceptance import Acceptance
+from specdec.policy.draft_time import DraftTimes
+from specdec.policy.goodput import Goodput
+from specdec.policy.steps import StepTimes
 from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import NO_TRACE, Nodes, Verification, VerificationResult, is_farewell
 from specdec.protocol.types import PROTOCOL_VERSION, Description, Rule
@@ -60,8 +60,8 @@ def check_node_count(count: int) -> None:
 
 
 class Peer(ABC):
-    """One replica and its link, which connects by itself. `fingerprint`: of the tokenizer that it must have; `tables`:
-    what plans brought with it, by rule, cap and kinds of proposers."""
+    """One replica and its link, which connects by itself. `fingerprint`: of the tokenizer that it must have.
+    `goodputs`: of plans with it, by rule, cap and kinds of proposers."""
 
     name: ClassVar[str]
     service: ClassVar[str]
@@ -76,7 +76,7 @@ class Peer(ABC):
         self.is_stopping = False
         self.loss_count = 0  # connections that were lost
         self.model_name = ""  # of the last description
-        self.tables: dict[tuple[Rule, int, bool, bool], Table] = {}
+        self.goodputs: dict[tuple[Rule, int, bool, bool], Goodput] = {}
         self._fingerprint = fingerprint
         self._changed = changed
         self._listeners: dict[int, Listener] = {}
@@ -211,15 +211,14 @@ class Peer(ABC):
 
 
 class Target(Peer):
-    """A target. `steps`: its step times by rows, of each rule; `load`: those of sessions with a FIXED plan."""
+    """A target. `steps`: its step times by rows, of each rule."""
 
     name, service, stream_method = "target", "specdec.v1.TargetService", "Verify"
     request, response = target_pb.VerifyRequest, target_pb.VerifyResponse
 
     def __init__(self, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None]) -> None:
         super().__init__(address, tls, fingerprint, changed)
-        self.steps = {rule: Steps() for rule in Rule}
-        self.load = Load()
+        self.steps = {rule: StepTimes() for rule in Rule}
         self._deadlines = Deadlines()
 
     def detach(self, session: int) -> None:
@@ -242,7 +241,6 @@ class Target(Peer):
             self._deadlines.token_s = step_s / row_count
         for steps in self.steps.values():
             steps.prime(description.step_times, description.head_times)
-        self.load.steps.prime(description.step_times)
 
     async def _watch(self) -> None:
         """Tells the generations whose verifications are overdue that the target is lost to them."""
@@ -265,7 +263,7 @@ class Target(Peer):
 
 
 class Draft(Peer):
-    """A draft. `times`: of its steps and its link, by rule."""
+    """A draft. `times`: of its steps and its link, by rule; `acceptance`: of its tokens, by rule."""
 
     name, service, stream_method = "draft", "specdec.v1.DraftService", "Draft"
     request, response = draft_pb.DraftRequest, draft_pb.DraftResponse
@@ -276,12 +274,13 @@ class Draft(Peer):
         super().__init__(address, tls, fingerprint, changed)
         bytes_per_s = math.inf if link_mbit is None else link_mbit * 1e6 / 8
         self.times = {rule: DraftTimes(bytes_per_s) for rule in Rule}
+        self.acceptance = {rule: Acceptance() for rule in Rule}
 
     def _on_found(self, description: Description) -> None:
         for times in self.times.values():
             times.prime(description.step_times)
-        for table in self.tables.values():
-            table.forget_draft()
+        for acceptance in self.acceptance.values():
+            acceptance.forget()
         self._tell_all(DraftFound())
 
     def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:

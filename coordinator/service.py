@@ -165,7 +165,7 @@ class Coordinator:
         """Returns the generation, not yet begun, and its end if the resumed tokens reached it. Raises SpecdecError."""
         request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, target)
         number, fleet = next(self._numbers), self.fleet
-        choice = fleet.choose(request, number, 1 + len(self._generations))
+        choice = fleet.choose(request, number)
         if choice.target.usable() != target:
             raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
         params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids)

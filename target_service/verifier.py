@@ -15,10 +15,10 @@ from specdec.engine.interface import tree_paths
 from specdec.engine.scheduling.feed import Feed, StepTiming
 from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import InvalidRequest
-from specdec.policy.steps import StepCurve
 from specdec.protocol.items import UINT32_MAX, Extend, MissingTokens, Open, Verification, VerificationResult
 from specdec.protocol.types import Description, SamplerOutput, check_token_ids
 from specdec.replica.handler import Reply, check_params_tokens
+from specdec.step_curve import StepCurve
 from specdec.target_service.admission import TURNAROUND_S, Admission
 from specdec.target_service.session import TargetSession
 from specdec.target_service.step_delay import StepDelay

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import torch
 
 from bench.deepened import load, step_times_ms
 from bench.draft.alone import draft_steps_ms
-from bench.event_simulation import Scenario, simulate
 from bench.harness import DRAFT_MODEL
 from bench.pipeline.measurements import by_variant, hazards
 from bench.pipeline.ranks import Ranks
 from bench.pipeline.sweep import Cell
-from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant, rule_of
-from specdec.protocol.plan import OFF_PLAN, Plan
+from bench.pipeline.variants import OFF, Variant, rule_of
+from bench.simulation import Text, World, best_plan, rate_of
+from specdec.protocol.plan import Plan
 from specdec.protocol.types import ResolvedSamplingParams
 from specdec.rpc.process import set_startup_objects_aside
 
@@ -27,8 +28,6 @@ ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 17)
 NODE_COUNTS_PER_STEP = (1, 2, 4, 8)
 DRAFT_CONTEXT = 128  # about a held-out prompt and half its text
 SIMULATED_TOKENS = 3000
-CEILING_WINDOWS, CEILING_NODES_PER_STEP, CEILING_WAITS = (4, 8, 16, 32), (1, 8), (1, 2, 3)
-CEILING_SYNCHRONOUS, CEILING_WAIT_S = (1, 2, 3, 4, 6, 8), 2.0
 CEILING = "ceiling"
 
 
@@ -67,15 +66,15 @@ def measure_steps(target_model: Path, dtype: str, draft_dtype: str, rules: Seque
     )
 
 
-def between(points_ms: Mapping[int, float]) -> Callable[[int], float]:
-    """Returns seconds by count: linear interpolation between measurements, the last slope continued."""
+def between(points_ms: Mapping[int, float], scale: float = 1.0) -> Callable[[int], float]:
+    """Returns seconds by count, times `scale`: linear interpolation between measurements, the last slope continued."""
     counts = sorted(points_ms)
 
     def seconds(count: int) -> float:
         upper = min(max(bisect_left(counts, count), 1), len(counts) - 1)
         first, second = counts[upper - 1], counts[upper]
         slope = (points_ms[second] - points_ms[first]) / (second - first)
-        return max(points_ms[counts[0]], points_ms[first] + slope * (count - first)) / 1e3
+        return scale * max(points_ms[counts[0]], points_ms[first] + slope * (count - first)) / 1e3
 
     return seconds
 
@@ -92,7 +91,7 @@ def acceptance_of(cell: Cell) -> tuple[float, ...]:
     return hazards([sample for sample in cell.samples if sample.variant == longest], int(longest.split()[1]))
 
 
-def scenario_of(cell: Cell, steps: Steps, ranks: Ranks | None, acceptance: tuple[float, ...]) -> Scenario:
+def world_of(cell: Cell, steps: Steps, ranks: Ranks | None, acceptance: tuple[float, ...]) -> World:
     """A stream in a cell: its round trip, the acceptance on its prompts if that is known, its own pace.
 
     Steps of both models are scaled by the forward time of plain decoding in the same cell, for a slower hour; the time
@@ -100,14 +99,16 @@ def scenario_of(cell: Cell, steps: Steps, ranks: Ranks | None, acceptance: tuple
     """
     off = cell.measurements[OFF.name]
     scale = off.forward_ms / steps.target_ms[1]
-    return Scenario(
-        target_step_s=between({rows: ms * scale for rows, ms in steps.target_ms.items()}),
-        draft_step_s=between({nodes_per_step: ms * scale for nodes_per_step, ms in steps.draft_ms[cell.rule].items()}),
+    hazards = acceptance or (ranks.acceptance if ranks else 0.6,)
+    return World(
+        target_step_s=between(steps.target_ms, scale),
+        draft_step_s=between(steps.draft_ms[cell.rule], scale),
         network_s=cell.measured_rtt_ms["draft"] / 1e3,
-        acceptance=acceptance or (ranks.acceptance if ranks else 0.6,),
-        branch_probabilities=ranks.branches if ranks else (0.45, 0.15),
+        texts=(Text(hazards, token_count=math.inf),),
+        first_probability=min(max(hazards[0], 0.01), 0.99),
+        branches=ranks.branches if ranks else (0.45, 0.15),
         bonus_match=ranks.bonus_match if ranks else None,
-        round_overhead_s=max(0.0, 1 / off.tokens_per_s - off.forward_ms / 1e3),
+        overhead_s=max(0.0, 1 / off.tokens_per_s - off.forward_ms / 1e3),
     )
 
 
@@ -122,32 +123,15 @@ def simulate_all(
     known = {(cell.rule, cell.rtt_ms): found for cell in cells if (found := acceptance_of(cell))}
     results = []
     for cell in cells:
-        scenario = scenario_of(cell, steps, ranks.get(cell.rule), known.get((cell.rule, cell.rtt_ms), ()))
+        world = world_of(cell, steps, ranks.get(cell.rule), known.get((cell.rule, cell.rtt_ms), ()))
+        rate = partial(rate_of, world, token_count=SIMULATED_TOKENS)
         fixed = [variant for variant in variants if variant.draft_length and variant.name in cell.measurements]
-        rates = {variant.name: simulated_rate(scenario, variant) for variant in fixed}
-        results.append(rates | {CEILING: ceiling(scenario)})
+        results.append({variant.name: rate(plan_of(variant)) for variant in fixed} | {CEILING: best_plan(rate)[0]})
     return results
 
 
-def simulated_rate(scenario: Scenario, variant: Variant) -> float:
-    """Tokens per second of a fixed variant."""
-    if not variant.draft_length:
-        return simulate(scenario, OFF_PLAN, SIMULATED_TOKENS)
-    wait_length = variant.draft_length if variant.is_synchronous else 0
-    plan = Plan(variant.draft_length, variant.window, variant.nodes_per_step, wait_length, variant.wait_ms / 1e3)
-    return simulate(scenario, plan, SIMULATED_TOKENS)
-
-
-def ceiling(scenario: Scenario) -> float:
-    """Tokens per second of the best plan in the simulator: plain decoding, streamed ones, ones that wait for some draft
-    tokens, and synchronous rounds."""
-    plans = [
-        OFF_PLAN,
-        *(Plan(STREAMED_LENGTH_MAX, *shape) for shape in product(CEILING_WINDOWS, CEILING_NODES_PER_STEP)),
-    ]
-    plans += [
-        Plan(STREAMED_LENGTH_MAX, STREAMED_WINDOW, nodes_per_step, length, CEILING_WAIT_S)
-        for nodes_per_step, length in product(CEILING_NODES_PER_STEP, CEILING_WAITS)
-    ]
-    plans += [Plan(length, length, 1, length, CEILING_WAIT_S) for length in CEILING_SYNCHRONOUS]
-    return max(simulate(scenario, plan, SIMULATED_TOKENS) for plan in plans)
+def plan_of(variant: Variant) -> Plan:
+    """The plan of a fixed variant that speculates."""
+    length = variant.draft_length or 0
+    wait_length = length if variant.is_synchronous else 0
+    return Plan(length, variant.window, variant.nodes_per_step, wait_length, variant.wait_ms / 1e3)

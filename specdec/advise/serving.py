@@ -16,8 +16,8 @@ from specdec.client.request import Request, make_request
 from specdec.client.run import Run
 from specdec.client.stream import Client
 from specdec.config import ServeSettings
-from specdec.policy.steps import StepCurve
 from specdec.protocol.types import Rule
+from specdec.step_curve import StepCurve
 
 WAIT_MS = 1000
 PROBED = (0, 1, 2, 4, 8)  # draft tokens of the rounds that are timed

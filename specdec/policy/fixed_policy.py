@@ -1,15 +1,22 @@
-"""The policy of a request that names its plan, and of one without speculation. Pure. auto_policy.py has the measuring
-policy."""
+"""The policy of a request that names its plan, and of one without speculation. Pure.
+
+Under load a plan shrinks to the length with the highest goodput if all sessions had it; 0 is plain decoding. Alone, a
+session keeps what it asked for: a benchmark measures the plan that it names.
+"""
 
 from __future__ import annotations
 
-from specdec.policy.draft_limit import DraftLimit
+from specdec.policy.acceptance import Acceptance, expected_accepted
+from specdec.policy.mean import Mean
+from specdec.policy.steps import StepTimes
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Prediction
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT
 
 WAIT_S = 0.05  # default, also of the service: enough for the tokens of a slow draft over a slow link
+LOAD_MIN, SHRINK_GAIN = 1.5, 1.1  # least load, and ratio of goodputs, for a shorter plan: the estimates are rough
+ROUNDS_KEPT = 5.0  # of the means of one session
 
 
 class FixedPolicy:
@@ -17,10 +24,13 @@ class FixedPolicy:
     `wait_s` 0 never waits.
 
     `window` defaults to one more than the draft length: if all are accepted and the bonus token is the guess after
-    them, the next round's tokens are under way already. `nodes_per_step` above 1 lets the draft grow branches. A
-    `limit` shrinks the plan while other sessions load the target. `siblings`: of each draft token, in a tree of at most
-    `draft_length` tokens.
+    them, the next round's tokens are under way already. `nodes_per_step` above 1 lets the draft grow branches.
+    `siblings`: of each draft token, in a tree of at most `draft_length` tokens. With the target's `steps` and the
+    `acceptance` of its draft the plan shrinks under load.
     """
+
+    reach_min = path_reach_min = 0.0
+    wants_local = True
 
     def __init__(
         self,
@@ -28,18 +38,18 @@ class FixedPolicy:
         window: int | None = None,
         nodes_per_step: int = 1,
         wait_s: float = WAIT_S,
-        limit: DraftLimit | None = None,
         siblings: int = 0,
+        steps: StepTimes | None = None,
+        acceptance: Acceptance | None = None,
     ) -> None:
         if window is None:
             window = min(draft_length + 1, DRAFT_LENGTH_LIMIT)
-        self.draft_length_cap, self.is_speculating = draft_length, draft_length > 0
-        self.reach_min = self.path_reach_min = 0.0
-        self.wants_heads = draft_length > 0
         wait_length = min(draft_length, window) if wait_s else 0
-        asked = Plan(draft_length, window, nodes_per_step, wait_length, wait_s, siblings)
-        self._asked = asked if draft_length else OFF_PLAN
-        self._plan, self._limit = self._asked, limit
+        asked = Plan(draft_length, window, nodes_per_step, wait_length, wait_s, siblings) if draft_length else OFF_PLAN
+        self._asked, self.draft_length_cap, self.wants_heads = asked, draft_length, draft_length > 0
+        self._steps, self._acceptance = steps, Acceptance(acceptance)
+        self._offered, self._beside_s = Mean(float(draft_length), ROUNDS_KEPT, 1.0), Mean(0.0, ROUNDS_KEPT)
+        self._run(draft_length, "")
         self._shrink()
 
     def __repr__(self) -> str:
@@ -47,26 +57,46 @@ class FixedPolicy:
 
     @property
     def prediction(self) -> Prediction:
-        if not self.draft_length_cap:
-            return Prediction(None, "off")
-        reason, length = f"fixed: {self.draft_length_cap} tokens", self._plan.draft_length_max
-        if self._limit is not None and self._plan is not self._asked:
-            reason += f", {length} under the load of {self._limit.sessions:.0f} sessions"
-        return Prediction(None, reason)
+        return Prediction(
+            None, f"fixed: {self.draft_length_cap} tokens{self._reason}" if self.draft_length_cap else "off"
+        )
 
     def plan(self, positions_left: int) -> Plan:
         return self._plan.within(positions_left)
 
     def on_round(self, record: RoundRecord) -> None:
-        if self._limit is not None:
-            self._limit.on_round(record)
+        if self._steps is None or record.step.step_count > 1 or not record.round_index:  # it read a prompt
+            return
+        self._steps.on_step(record)
+        self._steps.fade(record.times.end_s)
+        self._acceptance.add(record)
+        self._beside_s.add(max(0.0, record.times.round_s - record.step.queue_s - record.step.step_s))
+        if record.plan.draft_length_max == self.draft_length_cap:
+            self._offered.add(record.tokens.offered_count)
+        if record.round_index % 4 == 0:
             self._shrink()
 
     def _shrink(self) -> None:
-        length = self.draft_length_cap if self._limit is None else self._limit.length
-        if length != self._plan.draft_length_max:
-            self._plan = self._asked if length == self.draft_length_cap else self._asked.shrunk(length)
-            self.is_speculating = length > 0
+        """Takes the length with the highest goodput; the one asked for alone, or unless another gains SHRINK_GAIN."""
+        if self._steps is None or self._steps.load < LOAD_MIN:
+            self._run(self.draft_length_cap, "")
+            return
+        rates = []
+        for length in range(self.draft_length_cap + 1):
+            offered = min(float(length), self._offered.value)
+            step_s = self._steps.step_s(self._steps.load * (1 + offered), length > 0 and self._asked.window > 0)
+            rates.append((1 + expected_accepted(self._acceptance.value, offered)) / (step_s + self._beside_s.value))
+        best, length = max(rates), self.draft_length_cap
+        if best > SHRINK_GAIN * rates[-1]:
+            length = rates.index(best)
+        load = f"under the load of {self._steps.load:.0f} sessions"
+        self._run(length, f", {length} {load}: {best:.0f} tokens/s predicted, as asked {rates[-1]:.0f}")
+
+    def _run(self, length: int, reason: str) -> None:
+        """Puts a length in force."""
+        is_asked = length == self.draft_length_cap
+        self._plan, self._reason = (self._asked, "") if is_asked else (self._asked.shrunk(length), reason)
+        self.is_speculating = length > 0
 
 
 OFF_POLICY = FixedPolicy(0)

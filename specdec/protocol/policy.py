@@ -25,7 +25,7 @@ class Policy(Protocol):
     0 if the session needs no draft. `is_speculating`: whether the plan in force has draft tokens. `reach_min`: least
     probability, that the tokens before it and a draft token are committed, at which the token is worth its row;
     `path_reach_min`: if it begins a further path. `wants_heads`: whether the proposals of heads on the target are worth
-    their time in the next step.
+    their time in the next step; `wants_local`: whether those of the coordinator's own proposers are.
     """
 
     draft_length_cap: int
@@ -33,6 +33,7 @@ class Policy(Protocol):
     reach_min: float
     path_reach_min: float
     wants_heads: bool
+    wants_local: bool
 
     @property
     def prediction(self) -> Prediction:

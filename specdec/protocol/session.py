@@ -91,6 +91,7 @@ class Session:
     is_speculating: bool = field(init=False)
     _reach: tuple[float, float] = field(init=False)
     _wants_heads: bool = field(init=False)
+    _wants_local: bool = field(init=False)
     _draft_known_length: int = 0
     _draft_resent_length: int = 0  # of the commit at which tokens that the draft lacked were last sent again
     _draft_window: int = 0
@@ -273,7 +274,8 @@ class Session:
         """Takes the policy's decisions for the next round, all at once: a wait must not change them."""
         policy = self.policy
         self.plan, self.is_speculating = policy.plan(self.positions_left), policy.is_speculating
-        self._reach, self._wants_heads = (policy.reach_min, policy.path_reach_min), policy.wants_heads
+        self._reach = policy.reach_min, policy.path_reach_min
+        self._wants_heads, self._wants_local = policy.wants_heads, policy.wants_local
 
     def _on_draft_found(self, event: DraftFound) -> Ready:
         return self._open_on_draft(Note("draft connected") if event.is_late else None)
@@ -353,7 +355,8 @@ class Session:
         plan = self.plan
         self.offer = NOTHING
         if plan.draft_length_max:
-            runs = [run for proposer in self.proposers for run in proposer.propose(self.committed)] + self._head_runs
+            proposers = self.proposers if self._wants_local else ()
+            runs = [run for proposer in proposers for run in proposer.propose(self.committed)] + self._head_runs
             most = plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings
             limits = Limits(*most, *self._reach)
             self.offer = make_offer(self.tree.root, runs, self.params.rule, limits, self.calibration)

@@ -26,7 +26,7 @@ from specdec.advise.forecast import (
     tail_of,
 )
 from specdec.advise.serving import Served
-from specdec.policy.steps import StepCurve
+from specdec.step_curve import StepCurve
 
 VOCABULARY = range(3)
 TEXT_LENGTH = 5

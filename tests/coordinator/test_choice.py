@@ -9,7 +9,7 @@ import pytest
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.fleet import REJECTION_EVERY, RULE_ROUNDS, Fleet
 from specdec.errors import InvalidRequest
-from specdec.policy.auto_policy import AutoPolicy
+from specdec.policy.goodput_policy import GoodputPolicy
 from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculationMode, SpeculativePolicy
 from specdec.protocol.types import Proposer, Rule
 from tests.support.records import round_record
@@ -27,7 +27,7 @@ def fleet_of(**settings: Any) -> Fleet:
 def run_rounds(fleet: Fleet, rule: Rule, round_s: float) -> None:
     """A generation under a rule whose rounds all take `round_s` and accept all planned tokens."""
     policy = fleet.choose(GenerationRequest(token_ids=(1,), speculative=SpeculativePolicy(rule=rule)), 1).policy
-    assert isinstance(policy, AutoPolicy)
+    assert isinstance(policy, GoodputPolicy)
     for index in range(round(3 * RULE_ROUNDS)):
         plan = policy.plan(1000)
         count, start_s = plan.draft_length_max, index * round_s

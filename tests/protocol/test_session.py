@@ -37,6 +37,7 @@ from specdec.protocol.items import (
     Verification,
     VerificationResult,
 )
+from specdec.protocol.proposers import NgramProposer
 from specdec.protocol.session import (
     ANSWERS_PER_COMMIT_MAX,
     NODE_COUNT_MAX,
@@ -338,6 +339,18 @@ def test_a_wait_does_not_change_the_plan_and_its_limits():
     sent = session.step(FromDraft(nodes_of(session, 8, 7, epoch=3))).to_target
     sent = sent or session.step(WaitExpired(session.wait_index)).to_target
     assert [item.draft_token_ids for item in sent] == [()]
+
+
+def test_local_proposers_are_asked_only_where_the_policy_wants_them():
+    """Claim: a session without a draft offers what its n-gram proposer finds in a text that repeats, and, where the
+    policy does not want local proposers, nothing. Conclusive: the two sessions differ in that alone."""
+    for wants_local in (True, False):
+        session = make_session(draft_length=2)
+        session.committed[:] = [1, 2, 3] * 4
+        session.proposers = (NgramProposer(session.committed),)
+        session.policy.wants_local = wants_local
+        session._fix_plan()
+        assert bool(begin(session).draft_token_ids) == wants_local
 
 
 def test_a_commit_tells_the_length_that_the_plan_waits_for():

@@ -40,6 +40,10 @@ class WanderingPolicy:
         return self.is_speculating and self._rounds % 3 > 0
 
     @property
+    def wants_local(self) -> bool:
+        return self._rounds % 5 > 0
+
+    @property
     def prediction(self) -> Prediction:
         return Prediction(None, "wandering")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from bench.policy_cells import TARGET_S, many, one, steps_of
-from bench.policy_world import Service, Simulated, World
-from specdec.policy.draft_limit import DraftLimit, Load
+from bench.simulation import FixedService, Simulation, World
+from specdec.policy.acceptance import Acceptance
 from specdec.policy.fixed_policy import FixedPolicy
+from specdec.policy.steps import StepTimes
 from specdec.protocol.plan import OFF_PLAN, Plan
-from specdec.protocol.policy import Policy
 from specdec.protocol.records import RoundRecord
 from tests.support.records import changed
 
@@ -19,38 +21,49 @@ STREAMS = 24
 STEEP, FLAT = 0.1, 0.0001  # what a row adds to a step, as a share of the first: a saturated machine, and a free one
 
 
-class Fixed(Service):
+def primed(slope: float) -> StepTimes:
+    """Of a target that measured steps of few rows at its start."""
+    steps = StepTimes()
+    steps.prime(tuple((rows, steps_of(slope)(rows)) for rows in (1, 2, 4, 8, 16)))
+    return steps
+
+
+class Fixed(FixedService):
     """Every text asks for 16 tokens and 8 nodes per step; with or without the limit of a coordinator, which knows the
     target's steps of few rows from its start."""
 
-    def __init__(self, slope: float, streams: int = STREAMS, is_limited: bool = True) -> None:
+    def __init__(self, slope: float, is_limited: bool = True) -> None:
+        super().__init__(WIDE)
         self.policies: list[FixedPolicy] = []
         self.records: list[RoundRecord] = []
-        self._load, self._is_limited, self._streams = Load(), is_limited, streams
-        self._load.steps.prime(tuple((rows, steps_of(slope)(rows)) for rows in (1, 2, 4, 8, 16)))
+        steps, self._acceptance = primed(slope), Acceptance()
+        self._steps = steps if is_limited else None
 
-    def policy(self, index: int) -> FixedPolicy:
-        limit = DraftLimit(self._load, 16, self._streams) if self._is_limited else None
-        self.policies.append(FixedPolicy(16, 32, 8, 0.0, limit))
+    def policy(self, stream_index: int) -> FixedPolicy:
+        records = self.records
+
+        class Recorded(FixedPolicy):
+            def on_round(self, record: RoundRecord) -> None:
+                records.append(record)
+                super().on_round(record)
+
+        self.policies.append(Recorded(16, 32, 8, 0.0, 0, self._steps, self._acceptance))
         return self.policies[-1]
 
-    def on_round(self, policy: Policy, record: RoundRecord) -> None:
-        self.records.append(record)
-        policy.on_round(record)
 
-
-def run(world: World, service: Service) -> tuple[float, dict[Plan, int]]:
+def run(world: World, service: Fixed) -> tuple[float, Counter[Plan]]:
     """Runs a world; returns the rate of all streams and the rounds of each plan."""
-    simulated = Simulated(world, service, 1)
-    simulated.run_until(TO_S)
-    return sum(simulated.rate(index, FROM_S, TO_S) for index in range(len(world.texts))), simulated.plans
+    simulation = Simulation(world, service, 1)
+    simulation.run_until(TO_S)
+    rate = sum(simulation.rate(index, FROM_S, TO_S) for index in range(len(world.texts)))
+    return rate, Counter(record.plan for record in service.records)
 
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.7])
 def test_alone_a_fixed_plan_is_as_asked(acceptance: float) -> None:
     """Claim: a lone request keeps its plan in every round, however few of its tokens are accepted and whatever its rows
     cost: a benchmark measures the plan that it names."""
-    _, plans = run(one(acceptance, slope=STEEP), Fixed(STEEP, streams=1))
+    _, plans = run(one(acceptance, slope=STEEP), Fixed(STEEP))
     assert set(plans) == {WIDE}
 
 
@@ -61,7 +74,7 @@ def test_under_load_it_shrinks_as_far_as_pays() -> None:
     Source: a client's FIXED overrode the load control. Conclusive: the same world runs without the limit.
     """
     for acceptance, length_max in ((0.7, 4), (0.2, 1)):
-        world = many(STREAMS, acceptance, (0.0,) * STREAMS, slope=STEEP)
+        world = many(STREAMS, acceptance, slope=STEEP)
         unlimited, _ = run(world, Fixed(STEEP, is_limited=False))
         service = Fixed(STEEP)
         limited, plans = run(world, service)
@@ -74,14 +87,14 @@ def test_under_load_it_shrinks_as_far_as_pays() -> None:
 
 def test_rows_without_cost_are_no_load() -> None:
     """Claim: 24 sessions keep what they asked for on a target whose step does not grow with its rows."""
-    _, plans = run(many(STREAMS, 0.7, (0.0,) * STREAMS, slope=FLAT), Fixed(FLAT))
+    _, plans = run(many(STREAMS, 0.7, slope=FLAT), Fixed(FLAT))
     assert plans[WIDE] > 0.95 * sum(plans.values())
 
 
 def test_when_the_others_are_gone_it_is_as_asked_again() -> None:
     """Claim: once its neighbours are gone, a session has its own plan again within some rounds.
     Conclusive: one policy receives rounds of 24 sessions, then of one; nothing else differs."""
-    run(many(STREAMS, 0.2, (0.0,) * STREAMS, slope=STEEP), service := Fixed(STEEP))
+    run(many(STREAMS, 0.2, slope=STEEP), service := Fixed(STEEP))
     policy = next(own for own in service.policies if own.plan(100) != WIDE)
     record = service.records[-1]
     for index in range(1, 25):
@@ -96,15 +109,14 @@ def test_slow_steps_of_others_are_forgotten_within_a_minute() -> None:
 
     Conclusive: all the rounds between are equal, so that only the time since the slow steps differs.
     """
-    load = Load()
-    load.steps.prime(tuple((rows, steps_of(FLAT)(rows)) for rows in (1, 2, 4, 8, 16)))
-    policy = FixedPolicy(16, 32, 8, 0.0, DraftLimit(load, 16, 2))
-    run(many(2, 0.9, (0.0, 0.0), slope=FLAT), service := Fixed(FLAT, streams=2))
+    steps = primed(FLAT)
+    policy = FixedPolicy(16, 32, 8, 0.0, 0, steps, Acceptance())
+    run(many(2, 0.9, slope=FLAT), service := Fixed(FLAT))
     record = changed(
         service.records[-1], offered_count=16, accepted_count=3, path_count=1, sessions=2, active_sessions=2
     )
-    for rows in (8, 16, 32) * 100:
-        load.steps.add(rows, 2.0)
+    for rows in (8, 16, 32) * 400:
+        steps._curve.add(rows, 2.0)
     lengths = []
     for index in range(1, 60 * 50):
         now_s, plan = index / 50, policy.plan(100)
