@@ -30,7 +30,7 @@ from specdec.protocol.items import (
 )
 from specdec.protocol.records import RoundRecord, RoundTimes
 from specdec.protocol.rejection import conclude, logprobs_of
-from specdec.protocol.report import Delta, Event, Finished, Started
+from specdec.protocol.report import Delta, Event, Finished, Round, Started
 from specdec.protocol.session import Session
 from specdec.protocol.types import Proposer, Rule, TokenKind
 from specdec.rpc.status import error_from_failure
@@ -50,6 +50,7 @@ class Generation:
         choice: Choice,
         fleet: Fleet,
         request: RequestStatistics,
+        reports_rounds: bool = False,
     ) -> None:
         self._session = session
         self._own_start = len(session.committed)  # before it are the client's words: prompt and resumed tokens
@@ -57,6 +58,7 @@ class Generation:
         self._target, self._draft = choice.target, choice.draft
         self._fleet = fleet
         self._request = request
+        self._reports_rounds = reports_rounds
         self._loop = asyncio.get_running_loop()
         self._verdict_s = time.monotonic()
         self._sent_s = self._wait_began_s = 0.0  # of the verification in flight, for the first time; 0: neither
@@ -113,7 +115,7 @@ class Generation:
         if session.finished:
             return
         self._count_received(event, byte_count)
-        appended = None
+        asked, appended = session.in_flight, None
         try:
             if isinstance(event, events.TargetLost):
                 raise ReplicaUnavailable(f"{event.reason}; {self._how_to_resume()}")
@@ -128,9 +130,10 @@ class Generation:
             self._fail(error)
             return
         record = self._step(event)
-        if appended is None or record is None or not isinstance(event, events.Concluded):
+        if appended is None or record is None or asked is None or not isinstance(event, events.Concluded):
             return
-        self._emit(self._delta(event, record, appended.texts))
+        rounds = (Round.of(record, asked, event.verdict.accepted),) if self._reports_rounds else ()
+        self._emit(self._delta(event, record, appended.texts, rounds))
         if appended.ending is not None:
             self._finish(appended.ending)
         else:
@@ -161,13 +164,15 @@ class Generation:
         kept, ends = tokens[: appended.kept_count], appended.ending is not None
         return events.Concluded(verdict, answer, kept, ends, times), appended
 
-    def _delta(self, event: events.Concluded, record: RoundRecord, texts: tuple[str, ...]) -> Delta:
+    def _delta(
+        self, event: events.Concluded, record: RoundRecord, texts: tuple[str, ...], rounds: tuple[Round, ...]
+    ) -> Delta:
         verdict, count = event.verdict, len(event.token_ids)
         kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:count]
         logprobs = logprobs_of(event.answer.output, verdict)[:count]
         proposers = (*record.tokens.accepted_proposers, Proposer.NONE)[:count]
         text = "".join(texts), tuple(map(len, texts))
-        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers)
+        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers, rounds)
 
     def _learn(self, record: RoundRecord) -> None:
         """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""

@@ -15,6 +15,7 @@ from google.protobuf import json_format
 
 from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.rounds import table_of
 from specdec.client.events import Event, Finished, Statistics, event_of, pieces_of
 from specdec.client.request import Request
 from specdec.client.run import shares_of
@@ -64,6 +65,7 @@ async def _stream(settings: GenerateSettings, request: Request) -> None:
     is_colored = settings.color == "always" or (
         settings.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     )
+    deltas: list[Delta] = []
     async with Client(settings.address, settings, settings.resume_s) as client:
         responses = client.messages(request, settings.timeout_s)
         try:
@@ -72,13 +74,18 @@ async def _stream(settings: GenerateSettings, request: Request) -> None:
                     if settings.as_json:
                         line = json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None)
                         print_text(line)
-                    else:
-                        show(event_of(response), is_colored)
+                        continue
+                    event = event_of(response)
+                    show(event, is_colored)
+                    if settings.rounds and isinstance(event, Delta):
+                        deltas.append(event)
         except ReplicaUnavailable as error:
             if not str(error).startswith(("ipv4:", "ipv6:")):
                 raise
             hint = "" if settings.has_tls else ", and whether it requires TLS (--ssl-certfile …)"
             raise ReplicaUnavailable(f"no connection to {error}; check --address{hint}") from error
+    if deltas:
+        say(table_of(deltas), is_error=True)
 
 
 def show(event: Event, is_colored: bool) -> None:

@@ -116,6 +116,9 @@ class GenerateSettings(ClientSettings):
     rule: Literal["greedy", "rejection", "coupled"] | None = option(
         SPECULATION, "Verification rule; absent: by the sampling parameters."
     )
+    rounds: bool = option(
+        OUTPUT, "Print a table of the rounds after the text, to standard error; with --json deltas carry them.", False
+    )
     as_json: bool = option(OUTPUT, "Print every message of the stream as one line of JSON.", False)
     color: Literal["auto", "always", "never"] = option(
         OUTPUT, "Accepted tokens by proposer, recovered tokens yellow, bonus tokens plain; auto: on a terminal.", "auto"
@@ -133,6 +136,7 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> Request:
     """Returns the message; `prompt` is the text, None with --prompt-ids. Raises ConfigError for invalid values."""
     given = {name: getattr(settings, name, None) for name in FIELDS}
     given["enabled"] = settings.speculative
+    given["report_rounds"] = settings.rounds or None
     given["proposers"] = [name for name in settings.proposers.split(",") if name]
     predicted: str | tuple[int, ...] = ()
     if settings.prediction is not None:

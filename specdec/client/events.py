@@ -7,10 +7,11 @@ documented there.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specdec.errors import Mismatch
-from specdec.protocol.report import Delta
+from specdec.protocol.report import Delta, Round
 from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
@@ -74,7 +75,7 @@ def event_of(response: coordinator_pb.GenerateResponse) -> Event:
 def _delta(message: coordinator_pb.Delta) -> Delta:
     kinds = tuple(_KINDS.get(kind, TokenKind.BONUS) for kind in message.kinds)
     if message.proposers:
-        proposers = tuple(_PROPOSERS.get(proposer, Proposer.NONE) for proposer in message.proposers)
+        proposers = _proposers(message.proposers)
     else:  # the draft model alone proposed
         proposers = tuple(Proposer.DRAFT if kind is TokenKind.ACCEPTED else Proposer.NONE for kind in kinds)
     logprobs = tuple(
@@ -82,7 +83,19 @@ def _delta(message: coordinator_pb.Delta) -> Delta:
         for entry in message.logprobs
     )
     ids, lengths = tuple(message.token_ids), tuple(message.text_lengths)
-    return Delta(message.first_output_index, ids, kinds, message.text, lengths, logprobs, proposers)
+    rounds = tuple(map(_round, message.rounds))
+    return Delta(message.first_output_index, ids, kinds, message.text, lengths, logprobs, proposers, rounds)
+
+
+def _proposers(numbers: Iterable[int]) -> tuple[Proposer, ...]:
+    return tuple(_PROPOSERS.get(number, Proposer.NONE) for number in numbers)
+
+
+def _round(message: coordinator_pb.Round) -> Round:
+    shape = tuple(message.draft_token_ids), tuple(message.parents)
+    proposers, accepted, count = _proposers(message.proposers), tuple(message.accepted), message.num_output_tokens
+    times = [getattr(message, name) for name in Round._fields if name.endswith("_s")]
+    return Round(message.round_index, *shape, proposers, accepted, count, *times)
 
 
 def pieces_of(delta: Delta) -> list[str]:

@@ -49,7 +49,7 @@ TOKENS = (
         VerificationResultItem.recovered_token_ids[],head_token_ids[],cached_prompt_tokens
         Logprobs,TokenLogprobs.top_token_ids[]
         NodesItem.root_length Delta.first_output_index,token_ids[] Finished.stop_token_id
-        Usage.prompt_tokens,output_tokens Statistics.cached_prompt_tokens""",
+        Round.draft_token_ids[] Usage.prompt_tokens,output_tokens Statistics.cached_prompt_tokens""",
     ),
     Limit(
         "EXTEND_TOKEN_COUNT_MAX",
@@ -61,8 +61,8 @@ TOKENS = (
     Limit(
         "DELTA_TOKEN_COUNT_MAX",
         report.DELTA_TOKEN_COUNT_MAX,
-        "with log-probabilities and text a message stays far below a client's own limit of 4 MiB",
-        "Delta.token_ids,kinds,text_lengths,logprobs,proposers",
+        "with log-probabilities, text and rounds a message stays below a client's own limit of 4 MiB",
+        "Delta.token_ids,kinds,text_lengths,logprobs,proposers,rounds",
         low=1,
     ),
 )
@@ -157,7 +157,7 @@ NAMES = (
         "sessions, incarnations, rounds, epochs, nodes and stamps are numbered from 0 or 1, for the life of a stream",
         """OpenItem,ExtendItem,CloseItem,VerifyItem,CommitItem.session,incarnation
         MissingTokensItem,ErrorItem,VerificationResultItem,NodesItem.session,incarnation
-        VerifyItem,VerificationResultItem.round_index NodesItem.epoch TreeNode.node_id,parent_back
+        VerifyItem,VerificationResultItem,Round.round_index NodesItem.epoch TreeNode.node_id,parent_back
         LinkStamp.sequence,echo_sequence""",
     ),
     Limit("trace id", 16, "W3C trace context", "TraceContext.trace_id", is_bytes=True),
@@ -195,6 +195,7 @@ SPECULATION = (
         types.DRAFT_LENGTH_LIMIT,
         "draft tokens of a round, and positions of a draft tree: deeper ones are hardly ever committed",
         """VerifyItem.draft_token_ids,draft_probs,parents,parents[] CommitItem.window,wait_length
+        Round.draft_token_ids,parents,parents[],proposers,accepted,accepted[]
         SpeculativePolicy.num_speculative_tokens,draft_window
         CoordinatorDescribeResponse.num_speculative_tokens,num_speculative_tokens_max,draft_window_max""",
     ),
@@ -202,7 +203,8 @@ SPECULATION = (
         "positions of a round",
         types.DRAFT_LENGTH_LIMIT + 1,
         "its draft tokens, and the recovered or bonus token",
-        "VerificationResultItem.recovered_token_ids Statistics.acceptance_histogram,mean_acceptance_length",
+        """VerificationResultItem.recovered_token_ids Round.num_output_tokens
+        Statistics.acceptance_histogram,mean_acceptance_length""",
     ),
     Limit(
         "target probabilities",
@@ -323,8 +325,8 @@ MEASUREMENTS = (
         math.inf,
         "reported to the client only",
         """Statistics.predicted_tokens_per_s,observed_tokens_per_s,exploration_loss_s
-        TimeSplit.time_to_first_token_s,total_s,draft_wait_s,target_queue_s,target_forward_s,target_sampling_s
-        TimeSplit.target_link_s""",
+        TimeSplit.time_to_first_token_s,total_s Round.round_s
+        TimeSplit,Round.draft_wait_s,target_queue_s,target_forward_s,target_sampling_s,target_link_s""",
     ),
 )
 MESSAGES = (

@@ -6,19 +6,20 @@ and defines the series of the metrics page that sums it over generations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
-from specdec.protocol.items import UINT32_MAX, Nodes
+from specdec.protocol.items import UINT32_MAX, Nodes, Verification
 from specdec.protocol.policy import Prediction
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 
 SUMMED_TIMES_PER_S = 2**20
-DELTA_TOKEN_COUNT_MAX = 1024  # in one message: with 20 logprobs each and their text below 1 MiB, of a client's 4 MiB
+DELTA_TOKEN_COUNT_MAX = 1024  # in one message: with 20 logprobs each, text and rounds below 2 MiB, of a client's 4 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,54 @@ class Started:
     rule_reason: str = ""
 
 
+def summable_s(time_s: float) -> float:
+    """Returns a time in whole units of 2**-20 s. Sums of such times are exact below 272 years, so they are equal in any
+    order, and a counter does not fall by a rounding when a generation ends and its sum moves to that of ended ones."""
+    return round(time_s * SUMMED_TIMES_PER_S) / SUMMED_TIMES_PER_S
+
+
+class Round(NamedTuple):
+    """A round for the client: its draft tokens in depth-first order (`parents`: protocol.tree_shape), the surest
+    proposer of each, the indices of the accepted ones, the number of its output tokens, its time, and the parts of it
+    that `Statistics` sums, in the same units."""
+
+    round_index: int
+    draft_token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    proposers: tuple[Proposer, ...]
+    accepted: tuple[int, ...]
+    num_output_tokens: int
+    round_s: float
+    draft_wait_s: float = 0.0
+    target_queue_s: float = 0.0
+    target_forward_s: float = 0.0
+    target_sampling_s: float = 0.0
+    target_link_s: float = 0.0
+
+    @classmethod
+    def of(cls, record: RoundRecord, asked: Verification, accepted: tuple[int, ...]) -> Round:
+        """Returns a round by its record, its verification and the verdict on it."""
+        tokens, times, step, server_share_s = record.tokens, record.times, record.step, record.server_share_s
+        return cls(
+            record.round_index,
+            asked.draft_token_ids,
+            asked.parents,
+            tokens.proposers,
+            accepted,
+            tokens.kept_count,
+            times.round_s,
+            summable_s(times.wait_s),
+            summable_s(max(0.0, server_share_s - step.step_s)),
+            summable_s(step.forward_s),
+            summable_s(step.sampling_s),
+            summable_s(times.round_trip_s - server_share_s),
+        )
+
+
 class Delta(NamedTuple):
     """Tokens that became final, and the text that became final with them: `text_lengths[i]` characters with token i.
-    `proposers`: of each token, NONE for one that was not accepted."""
+    `proposers`: of each token, NONE for one that was not accepted. `rounds`: those of the tokens, where the request
+    asks for them."""
 
     first_output_index: int
     token_ids: tuple[int, ...]
@@ -44,6 +90,7 @@ class Delta(NamedTuple):
     text_lengths: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     proposers: tuple[Proposer, ...] = ()
+    rounds: tuple[Round, ...] = ()
 
     def merged(self, later: Delta) -> Delta:
         """Returns this delta and the next one as one."""
@@ -55,23 +102,37 @@ class Delta(NamedTuple):
             self.text_lengths + later.text_lengths,
             self.logprobs + later.logprobs,
             self.proposers + later.proposers,
+            self.rounds + later.rounds,
         )
 
     def parts(self) -> Iterator[Delta]:
-        """Yields this delta in deltas of at most DELTA_TOKEN_COUNT_MAX tokens, each with its own text."""
+        """Yields this delta in deltas of at most DELTA_TOKEN_COUNT_MAX tokens, each with its own text and rounds."""
         if len(self.token_ids) <= DELTA_TOKEN_COUNT_MAX:
             yield self
             return
-        text_start = 0
-        for start in range(0, len(self.token_ids), DELTA_TOKEN_COUNT_MAX):
-            own = slice(start, start + DELTA_TOKEN_COUNT_MAX)
+        round_ends = list(accumulate(own.num_output_tokens for own in self.rounds))
+        start, text_start = 0, 0
+        for end in part_ends(round_ends or range(1, len(self.token_ids) + 1)):
+            own = slice(start, end)
             lengths = self.text_lengths[own]
             text_end = text_start + sum(lengths)
             text = self.text[text_start:text_end]
             first = self.first_output_index + start
-            parts = self.logprobs[own], self.proposers[own]
+            rounds = self.rounds[bisect_right(round_ends, start) : bisect_right(round_ends, end)]
+            parts = self.logprobs[own], self.proposers[own], rounds
             yield Delta(first, self.token_ids[own], self.kinds[own], text, lengths, *parts)
-            text_start = text_end
+            start, text_start = end, text_end
+
+
+def part_ends(ends: Iterable[int]) -> Iterator[int]:
+    """Yields the ends, among those given, of parts of at most DELTA_TOKEN_COUNT_MAX tokens, each as long as it can."""
+    start = last = 0
+    for end in ends:
+        if end - start > DELTA_TOKEN_COUNT_MAX:
+            yield last
+            start = last
+        last = end
+    yield last
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +142,6 @@ class Series:
     name: str
     help: str = ""  # once per metric
     label: tuple[str, str] = ("", "")
-
-
-def summable_s(time_s: float) -> float:
-    """Returns a time in whole units of 2**-20 s. Sums of such times are exact below 272 years, so they are equal in any
-    order, and a counter does not fall by a rounding when a generation ends and its sum moves to that of ended ones."""
-    return round(time_s * SUMMED_TIMES_PER_S) / SUMMED_TIMES_PER_S
 
 
 def summed(name: str = "", help: str = "", label: tuple[str, str] = ("", ""), is_traced: bool = False) -> Any:

@@ -109,7 +109,7 @@ def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> Specu
         limit = ", ".join(f"{mode.value} ({mode.name})" for mode in SpeculationMode)
         raise InvalidRequest("speculative.policy", message.policy, limit) from None
     numbers = ("num_speculative_tokens", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings")
-    given = {name: getattr(message, name) for name in ("enabled", *numbers) if message.HasField(name)}
+    given = {name: getattr(message, name) for name in ("enabled", "report_rounds", *numbers) if message.HasField(name)}
     return SpeculativePolicy(rule=rule, mode=mode, proposers=proposers_from_message(message), **given)
 
 
@@ -178,8 +178,8 @@ def _started_to_message(event: Started, target: Description) -> coordinator_pb.S
 
 
 def _delta_fields(event: Delta) -> dict[str, Any]:
-    first_output_index, token_ids, kinds, text, text_lengths, logprobs, proposers = event
-    return {
+    first_output_index, token_ids, kinds, text, text_lengths, logprobs, proposers, rounds = event
+    fields = {
         "first_output_index": first_output_index,
         "token_ids": token_ids,
         "kinds": kinds,
@@ -188,6 +188,9 @@ def _delta_fields(event: Delta) -> dict[str, Any]:
         "logprobs": list(map(_position_to_message, logprobs)),
         "proposers": proposers if any(proposer > Proposer.DRAFT for proposer in proposers) else (),
     }
+    if rounds:
+        fields["rounds"] = [coordinator_pb.Round(**own._asdict()) for own in rounds]
+    return fields
 
 
 def _position_to_message(position: PositionLogprobs) -> coordinator_pb.TokenLogprobs:

@@ -125,7 +125,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_types_pb2.LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class SpeculativePolicy(_message.Message):
-    __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings", "proposers")
+    __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings", "proposers", "report_rounds")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class SpeculativePolicy(_message.Message):
     DRAFT_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     PROPOSERS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_speculative_tokens: int
     rule: _types_pb2.Rule
@@ -144,7 +145,8 @@ class SpeculativePolicy(_message.Message):
     draft_wait_ms: float
     draft_siblings: int
     proposers: _containers.RepeatedScalarFieldContainer[Proposer]
-    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., draft_window: _Optional[int] = ..., draft_nodes_per_step: _Optional[int] = ..., draft_wait_ms: _Optional[float] = ..., draft_siblings: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ...) -> None: ...
+    report_rounds: bool
+    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., draft_window: _Optional[int] = ..., draft_nodes_per_step: _Optional[int] = ..., draft_wait_ms: _Optional[float] = ..., draft_siblings: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., report_rounds: bool = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("output_token_ids",)
@@ -183,7 +185,7 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ..., prompt_length: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rule_reason: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs", "text_lengths", "proposers")
+    __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs", "text_lengths", "proposers", "rounds")
     FIRST_OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +193,7 @@ class Delta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TEXT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     PROPOSERS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     first_output_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     kinds: _containers.RepeatedScalarFieldContainer[TokenKind]
@@ -198,7 +201,36 @@ class Delta(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     text_lengths: _containers.RepeatedScalarFieldContainer[int]
     proposers: _containers.RepeatedScalarFieldContainer[Proposer]
-    def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., text_lengths: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ...) -> None: ...
+    rounds: _containers.RepeatedCompositeFieldContainer[Round]
+    def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., text_lengths: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ...) -> None: ...
+
+class Round(_message.Message):
+    __slots__ = ("round_index", "draft_token_ids", "parents", "proposers", "accepted", "num_output_tokens", "round_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
+    ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSERS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FORWARD_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_SAMPLING_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LINK_S_FIELD_NUMBER: _ClassVar[int]
+    round_index: int
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    proposers: _containers.RepeatedScalarFieldContainer[Proposer]
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    num_output_tokens: int
+    round_s: float
+    draft_wait_s: float
+    target_queue_s: float
+    target_forward_s: float
+    target_sampling_s: float
+    target_link_s: float
+    def __init__(self, round_index: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., accepted: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., round_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_sampling_s: _Optional[float] = ..., target_link_s: _Optional[float] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
