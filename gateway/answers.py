@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.gateway.calls import CallArguments, CallStart, Content, ToolCallParser
+from specdec.gateway.calls import CallArguments, CallStart, Content, Event, ToolCallParser
 from specdec.gateway.prompts import Prompts
 from specdec.gateway.reports import rounds_of, speculative_decoding, statistics_of
 from specdec.gateway.requests import ChatRequest, CompletionRequest
@@ -22,7 +22,6 @@ REASONS = {coordinator_pb.FINISH_REASON_STOP: "stop", coordinator_pb.FINISH_REAS
 CALLS = "tool_calls"
 DONE = b"data: [DONE]\n\n"
 quoted = json.encoder.encode_basestring  # type: ignore[attr-defined]  # a text as JSON, other alphabets as they are
-PartEvent = Content | CallStart | CallArguments
 
 
 def to_json(value: Any) -> str:
@@ -34,7 +33,7 @@ def to_json(value: Any) -> str:
 class Part:
     """What came with one message of gRPC. `reason`: the end of the text, with its last part."""
 
-    events: list[PartEvent] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     speculative: dict[str, Any] | None = None
@@ -57,8 +56,9 @@ class Choice:
         self._is_chat = isinstance(body, ChatRequest)
         self._has_logprobs = body.logprobs is not None and body.logprobs is not False
         self._is_plain = not (self._has_logprobs or body.return_token_ids or body.speculative.rounds or parser)
+        self._ends_after_call = parser is not None and isinstance(body, ChatRequest) and not body.parallel_tool_calls
+        self._has_call = False
         self._text_length = 0
-        self._call_count = 0
         self._round_count = 0
 
     def take(self, delta: coordinator_pb.Delta) -> Part | None:
@@ -76,7 +76,7 @@ class Choice:
         if self._body.speculative.rounds:
             part.speculative = rounds_of(delta, self._prompts, self._round_count)
             self._round_count += len(delta.rounds)
-        if self._ends_after_call():
+        if self._ends_after_call and self._parser is not None and self._parser.complete_count:
             part.reason, self.has_ended = CALLS, True
         has_something = part.events or part.logprobs or part.token_ids or part.speculative or part.reason
         return part if has_something else None
@@ -87,8 +87,8 @@ class Choice:
         part = Part(reason=REASONS.get(finished.reason, "stop"))
         if self._parser is not None:
             part.events = self._events(self._parser.end(part.reason or "stop"))
-        if self._call_count and part.reason == "stop":
-            part.reason = CALLS
+            if self._parser.call_count and part.reason == "stop":
+                part.reason = CALLS
         if finished.stop_string:
             part.stop_reason = finished.stop_string
         elif finished.HasField("stop_token_id") and finished.stop_token_id in (self._asked_stop_ids()):
@@ -101,25 +101,22 @@ class Choice:
         own = [self._prompts.special_id(stop) for stop in self._body.stops]
         return [*(self._body.stop_token_ids or ()), *(token_id for token_id in own if token_id is not None)]
 
-    def _events(self, found: list[PartEvent]) -> list[PartEvent]:
-        """Returns the parser's events, neighbours of one kind as one; without those after the last wanted call."""
-        kept: list[PartEvent] = []
+    def _events(self, found: list[Event]) -> list[Event]:
+        """Returns the parser's events, parts of one call's arguments as one; where the answer ends after its first
+        call, without those that follow it."""
+        kept: list[Event] = []
         for event in found:
-            if isinstance(event, CallStart):
-                self._call_count += 1
-            if self._ends_after_call():
-                break
             last = kept[-1] if kept else None
-            if isinstance(event, Content) and isinstance(last, Content):
-                kept[-1] = Content(last.text + event.text)
-            elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
+            if self._ends_after_call and (
+                getattr(event, "index", 0) or (self._has_call and isinstance(event, Content))
+            ):
+                break
+            self._has_call = self._has_call or isinstance(event, CallStart)
+            if isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
                 kept[-1] = CallArguments(event.index, last.text + event.text)
             else:
                 kept.append(event)
         return kept
-
-    def _ends_after_call(self) -> bool:
-        return self._call_count > 1 and isinstance(self._body, ChatRequest) and not self._body.parallel_tool_calls
 
     def _logprobs(self, delta: coordinator_pb.Delta) -> list[dict[str, Any]]:
         entries = []
@@ -307,7 +304,7 @@ class Answer:
         return {"usage": usage, "metrics": {"speculative_decoding": metrics}}
 
 
-def delta_of(event: PartEvent) -> dict[str, Any]:
+def delta_of(event: Event) -> dict[str, Any]:
     """Returns the delta of chat for an event."""
     if isinstance(event, Content):
         return {"content": event.text}
@@ -317,7 +314,7 @@ def delta_of(event: PartEvent) -> dict[str, Any]:
     return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
 
-def whole_calls(events: list[PartEvent]) -> list[dict[str, Any]]:
+def whole_calls(events: list[Event]) -> list[dict[str, Any]]:
     """Returns the calls that events make up."""
     calls: dict[int, dict[str, Any]] = {}
     for event in events:

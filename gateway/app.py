@@ -66,9 +66,8 @@ class Gateway:
         self.running: set[Watched] = set()
         self.is_draining = False
         self._created = int(time.time())
-        template = prompts.template
-        found = format_of(template.for_tools.source) if template else None
-        self._call_format = found if settings.tool_call_format == "auto" else settings.tool_call_format
+        named = settings.tool_call_format
+        self._call_format = named if named != "auto" else prompts.template and format_of(prompts.template)
 
     def application(self, keys: Keys | None, is_local: bool) -> ASGIApp:
         """Returns the whole application; arguments as for `Gate`."""
@@ -117,7 +116,7 @@ class Gateway:
     def _parser(self, tools: Sequence[Tool] | None) -> ToolCallParser | None:
         if not tools or self._call_format is None:
             return None
-        return ToolCallParser(self._call_format, frozenset(tool.function.name for tool in tools))
+        return ToolCallParser(self._call_format, {tool.function.name for tool in tools})
 
     async def _complete(self, request: HttpRequest) -> Response:
         body = await self._read(request, CompletionRequest)

@@ -56,7 +56,7 @@ def read_keys(file: Path) -> dict[str, str]:
 
 
 class Keys:
-    """The keys of a file. Making it raises ConfigError; a later file that cannot be read is logged, and the keys stay."""
+    """The keys of a file. Making it raises ConfigError; a later file that cannot be read is logged, and keys stay."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

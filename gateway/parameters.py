@@ -23,7 +23,6 @@ SAME_NAMES = (
     "frequency_penalty",
     "ignore_eos",
 )
-ANSWER_FIELDS = ("statistics", "rounds")  # of `speculative`: what the answer says, not how to speculate
 
 
 def salt_of(identity: str | None, cache_salt: str | None) -> str:
@@ -89,5 +88,5 @@ def sampling_fields(body: Generation, prompts: Prompts, defaults: Mapping[str, A
 
 def speculative_fields(speculative: Speculative) -> dict[str, Any]:
     """Returns the fields of SpeculativePolicy."""
-    fields = speculative.model_dump(exclude=set(ANSWER_FIELDS))
+    fields = speculative.model_dump(exclude={"statistics", "rounds"}) | {"report_rounds": speculative.rounds or None}
     return {name: value for name, value in fields.items() if value is not None}
