@@ -1,1 +1,1 @@
-"""The HTTP gateway: OpenAI's interface in front of coordinators. Holds no state but its open requests."""
+"""The gateway: OpenAI's HTTP interface in front of coordinators."""

@@ -4,8 +4,9 @@ A template is a program by the maker of the model folder. jinja's sandbox keeps 
 work without end: one operator, filter or format can take gigabytes, and constant parts do so while the template is
 compiled. So the kernel holds the bounds of this process: it gets no more memory, and is ended at the time limit.
 
-Lines of JSON come and go: first the template and its bounds, then the variables of each rendering. An answer has
-`text`, or `refusal`, the template's own words about the messages, or `fault`, what is wrong with the template.
+Lines of JSON come and go: first the template and its bounds, then the variables of each rendering. The first answer has
+`variables`, the names that the template looks up; one to a rendering has `text`, or `refusal`, the template's own words
+about the messages; either may have `fault`, what is wrong with the template.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -87,7 +88,8 @@ def tojson(
 
 
 class Renderer:
-    """A compiled template. Making it raises what jinja raises for one that is not valid."""
+    """A compiled template, and the names that it looks up. Making it raises what jinja raises for one that is not
+    valid."""
 
     def __init__(self, source: str, characters_max: int) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -99,6 +101,7 @@ class Renderer:
         self._now: datetime = datetime.min
         self._characters_max = characters_max
         self._template = environment.from_string(source)
+        self.variables = sorted(meta.find_undeclared_variables(environment.parse(source)))
 
     def render(self, variables: Mapping[str, Any], now: datetime) -> str:
         """Returns the text; `now`: the time that the template may say. Raises what the template raises."""
@@ -121,7 +124,7 @@ def bound_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, str]]:
+def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields the answer to each question. The kernel ends the process if one takes longer than `seconds` of the
     first."""
     renderer: Renderer | None = None
@@ -133,7 +136,7 @@ def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, str]]:
             if renderer is None:
                 bound_memory(bounds["memory_bytes"])
                 renderer = Renderer(asked["source"], bounds["characters"])
-                answer = {"text": ""}
+                answer: dict[str, Any] = {"variables": renderer.variables}
             else:
                 answer = {"text": renderer.render(asked["variables"], datetime.fromisoformat(asked["now"]))}
         except Refused as refused:

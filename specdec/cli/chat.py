@@ -24,7 +24,8 @@ from specdec.streams import warn
 from specdec.terminal import print_text
 
 if TYPE_CHECKING:
-    from specdec.chat.template import ChatTemplate, Message
+    from specdec.chat.messages import Message
+    from specdec.chat.template import ChatTemplate
 
 NEW, QUIT = "/new", "/quit"
 TIMEOUT_S = 600.0

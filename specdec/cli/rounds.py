@@ -7,7 +7,19 @@ from collections.abc import Iterable, Iterator
 from specdec.protocol.report import Delta, Round
 from specdec.protocol.types import TokenKind
 
-HEADINGS = ("round", "ms", "wait", "queue", "forward", "sampling", "link", "accepted", "next", "offered", "draft tokens")
+HEADINGS = (
+    "round",
+    "ms",
+    "wait",
+    "queue",
+    "forward",
+    "sampling",
+    "link",
+    "accepted",
+    "next",
+    "offered",
+    "draft tokens",
+)
 NUMBER_COUNT = 8  # first columns, which are aligned to the right
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specdec.errors import Mismatch
-from specdec.protocol.report import Delta, Round, RoundParts
+from specdec.protocol.report import Delta, Round
 from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
@@ -94,7 +94,7 @@ def _proposers(numbers: Iterable[int]) -> tuple[Proposer, ...]:
 def _round(message: coordinator_pb.Round) -> Round:
     shape = tuple(message.draft_token_ids), tuple(message.parents)
     proposers, accepted, count = _proposers(message.proposers), tuple(message.accepted), message.num_output_tokens
-    times = [getattr(message, name) for name in ("round_s", *RoundParts._fields)]
+    times = [getattr(message, name) for name in Round._fields if name.endswith("_s")]
     return Round(message.round_index, *shape, proposers, accepted, count, *times)
 
 

@@ -40,31 +40,10 @@ def summable_s(time_s: float) -> float:
     return round(time_s * SUMMED_TIMES_PER_S) / SUMMED_TIMES_PER_S
 
 
-class RoundParts(NamedTuple):
-    """The parts of a round's time that are summed, in seconds, each summable."""
-
-    draft_wait_s: float
-    target_queue_s: float
-    target_forward_s: float
-    target_sampling_s: float
-    target_link_s: float
-
-    @classmethod
-    def of(cls, record: RoundRecord) -> RoundParts:
-        """Returns the parts of a round."""
-        times, step, server_share_s = record.times, record.step, record.server_share_s
-        return cls(
-            summable_s(times.wait_s),
-            summable_s(max(0.0, server_share_s - step.step_s)),
-            summable_s(step.forward_s),
-            summable_s(step.sampling_s),
-            summable_s(times.round_trip_s - server_share_s),
-        )
-
-
 class Round(NamedTuple):
     """A round for the client: its draft tokens in depth-first order (`parents`: protocol.tree_shape), the surest
-    proposer of each, the indices of the accepted ones, the number of its output tokens, its time, and parts of it."""
+    proposer of each, the indices of the accepted ones, the number of its output tokens, its time, and the parts of it
+    that `Statistics` sums, in the same units."""
 
     round_index: int
     draft_token_ids: tuple[int, ...]
@@ -82,9 +61,21 @@ class Round(NamedTuple):
     @classmethod
     def of(cls, record: RoundRecord, asked: Verification, accepted: tuple[int, ...]) -> Round:
         """Returns a round by its record, its verification and the verdict on it."""
-        shape, tokens, round_s = (asked.draft_token_ids, asked.parents), record.tokens, record.times.round_s
-        parts = RoundParts.of(record)
-        return cls(record.round_index, *shape, tokens.proposers, accepted, tokens.kept_count, round_s, *parts)
+        tokens, times, step, server_share_s = record.tokens, record.times, record.step, record.server_share_s
+        return cls(
+            record.round_index,
+            asked.draft_token_ids,
+            asked.parents,
+            tokens.proposers,
+            accepted,
+            tokens.kept_count,
+            times.round_s,
+            summable_s(times.wait_s),
+            summable_s(max(0.0, server_share_s - step.step_s)),
+            summable_s(step.forward_s),
+            summable_s(step.sampling_s),
+            summable_s(times.round_trip_s - server_share_s),
+        )
 
 
 class Delta(NamedTuple):
@@ -264,7 +255,7 @@ class Statistics:
     def on_round(self, record: RoundRecord) -> None:
         """Counts one round."""
         tokens, tree, times, step = record.tokens, record.tree, record.times, record.step
-        parts = RoundParts.of(record)
+        server_share_s = record.server_share_s
         self.rounds += 1
         self.output_tokens += tokens.kept_count
         self.step_sessions += step.sessions
@@ -272,11 +263,11 @@ class Statistics:
         # What the target says, in fields of 32 bits: its sums end there.
         self.cached_prompt_tokens = min(UINT32_MAX, self.cached_prompt_tokens + step.cached_prompt_tokens)
         self.preemptions = min(UINT32_MAX, self.preemptions + step.preemptions)
-        self.draft_wait_s += parts.draft_wait_s
-        self.target_queue_s += parts.target_queue_s
-        self.target_forward_s += parts.target_forward_s
-        self.target_sampling_s += parts.target_sampling_s
-        self.target_link_s += parts.target_link_s
+        self.draft_wait_s += summable_s(times.wait_s)
+        self.target_queue_s += summable_s(max(0.0, server_share_s - step.step_s))
+        self.target_forward_s += summable_s(step.forward_s)
+        self.target_sampling_s += summable_s(step.sampling_s)
+        self.target_link_s += summable_s(times.round_trip_s - server_share_s)
         if self.rounds == 1:
             self.began_s = times.start_s
             self.time_to_first_token_s = times.round_s

@@ -179,7 +179,7 @@ def _started_to_message(event: Started, target: Description) -> coordinator_pb.S
 
 def _delta_fields(event: Delta) -> dict[str, Any]:
     first_output_index, token_ids, kinds, text, text_lengths, logprobs, proposers, rounds = event
-    return {
+    fields = {
         "first_output_index": first_output_index,
         "token_ids": token_ids,
         "kinds": kinds,
@@ -187,8 +187,10 @@ def _delta_fields(event: Delta) -> dict[str, Any]:
         "text_lengths": text_lengths,
         "logprobs": list(map(_position_to_message, logprobs)),
         "proposers": proposers if any(proposer > Proposer.DRAFT for proposer in proposers) else (),
-        "rounds": [coordinator_pb.Round(**own._asdict()) for own in rounds],
     }
+    if rounds:
+        fields["rounds"] = [coordinator_pb.Round(**own._asdict()) for own in rounds]
+    return fields
 
 
 def _position_to_message(position: PositionLogprobs) -> coordinator_pb.TokenLogprobs:

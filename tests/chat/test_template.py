@@ -74,7 +74,7 @@ def test_templates_render_as_transformers_renders_them(tmp_path, template, chat,
     assert ours is not None
     for begins in (True, False):
         expected = theirs.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=begins)
-        assert ours.render(CHATS[chat], begins) == expected and len(expected) > 10
+        assert ours.render(CHATS[chat], add_generation_prompt=begins) == expected and len(expected) > 10
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -85,7 +85,7 @@ def test_the_chat_models_own_template_renders_as_transformers_renders_it(chat):
     assert ours is not None
     for begins in (True, False):
         expected = theirs.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=begins)
-        assert ours.render(CHATS[chat], begins) == expected and "<|im_start|>user" in expected
+        assert ours.render(CHATS[chat], add_generation_prompt=begins) == expected and "<|im_start|>user" in expected
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -161,7 +161,7 @@ def test_special_tokens_have_the_names_of_transformers(tmp_path, files):
     ours, theirs = ChatTemplate.read(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None
     expected = theirs.apply_chat_template(CHATS["one question"], tokenize=False)
-    assert ours.render(CHATS["one question"], False) == expected
+    assert ours.render(CHATS["one question"], add_generation_prompt=False) == expected
 
 
 PLACES = {
@@ -189,7 +189,7 @@ def test_a_template_is_found_where_transformers_finds_it(tmp_path, place):
     ours, theirs = ChatTemplate.read(folder), AutoTokenizer.from_pretrained(folder)
     assert ours is not None
     expected = theirs.apply_chat_template(CHATS["three turns"], tokenize=False)
-    assert ours.render(CHATS["three turns"], False) == expected and expected != "no"
+    assert ours.render(CHATS["three turns"], add_generation_prompt=False) == expected and expected != "no"
 
 
 def test_a_hub_snapshot_has_every_file_of_a_template():
@@ -239,7 +239,7 @@ def test_functions_filters_and_tests_are_those_of_transformers(tmp_path, templat
         for begins in (True, False):
             told = {"chat_template": template, "add_generation_prompt": begins}
             ((expected,), _) = render_jinja_template([chat], **told, **TOKENS)
-            assert ours.render(chat, begins) == expected
+            assert ours.render(chat, add_generation_prompt=begins) == expected
 
 
 FAULTS = {

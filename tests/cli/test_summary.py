@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specdec.cli.generate import COLORS, LEGEND, PROPOSER_COLORS, RESET, colored, shares, summary
+from specdec.cli.rounds import table_of
 from specdec.client.events import event_of
-from specdec.protocol.report import Delta
+from specdec.protocol.report import Delta, Round
 from specdec.protocol.types import Proposer, TokenKind
 from specdec.v1 import coordinator_service_pb2 as pb
 
@@ -61,3 +62,23 @@ def test_shares_of_proposers() -> None:
         assert shares(alone) == f" ({name} {number}/8)"
         statistics.MergeFrom(alone)
     assert shares(statistics) == " (draft 4/9, ngram 1/8, suffix 2/8, prediction 3/8, heads 4/8)"
+
+
+def test_the_table_of_rounds() -> None:
+    """Claim: the rounds of all deltas have a line each, with times, counts, proposers and draft tokens, discarded ones
+    in brackets; a round that ended with the text has no token of the target. By hand: the whole table is compared."""
+    tree = (4, 5, 6), (0, 1, 0), (Proposer.DRAFT, Proposer.DRAFT, Proposer.NGRAM)
+    first = Round(0, (), (), (), (), 1, 0.0125, 0.0, 0.001, 0.01, 0.00025, 0.00125)
+    second = Round(1, *tree, (0,), 2, 0.02)
+    third = Round(2, (7, 8), (), (Proposer.HEADS,) * 2, (0, 1), 1, 0.003)
+    accepted, recovered, bonus = TokenKind.ACCEPTED, TokenKind.RECOVERED, TokenKind.BONUS
+    deltas = [
+        Delta(0, (3, 4, 9), (bonus, accepted, recovered), "abc", (1, 1, 1), rounds=(first, second)),
+        Delta(3, (7,), (accepted,), "d", (1,), rounds=(third,)),
+    ]
+    assert table_of(deltas).splitlines() == [
+        "round     ms  wait  queue  forward  sampling  link  accepted  next       offered           draft tokens",
+        "    0  12.50  0.00   1.00    10.00      0.25  1.25         0  bonus",
+        "    1  20.00  0.00   0.00     0.00      0.00  0.00         1  recovered  draft 2, ngram 1  4 (5) (6)",
+        "    2   3.00  0.00   0.00     0.00      0.00  0.00         2             heads 2           7 8",
+    ]

@@ -11,7 +11,7 @@ from specdec.client.events import Finished, Started, event_of
 from specdec.client.request import FIELDS, make_request
 from specdec.client.run import Run, acceptance_of, rate_of
 from specdec.errors import ConfigError, Mismatch, ReplicaUnavailable
-from specdec.protocol.report import Delta
+from specdec.protocol.report import Delta, Round
 from specdec.protocol.types import Description, PositionLogprobs, Proposer, TokenKind
 from specdec.rpc.convert_generate import event_to_message, request_from_message
 from specdec.v1 import coordinator_service_pb2 as pb
@@ -29,10 +29,13 @@ def test_a_delta_is_the_coordinators_own(
     proposers: tuple[Proposer, ...], logprobs: tuple[PositionLogprobs, ...]
 ) -> None:
     """Claim: a delta comes out of the message that the coordinator makes of it, and nothing is lost. Conclusive: both
-    are the same value, logprobs and proposers included; without a local proposer the wire has none, and they are
-    known all the same."""
+    are the same value, logprobs, proposers and rounds included, of whose values no two are alike; without a local
+    proposer the wire has none, and they are known all the same."""
+    tree = (5, 6, 9), (0, 1, 0), (Proposer.DRAFT, Proposer.NGRAM, Proposer.HEADS)
+    rounds = Round(2, *tree, (0, 1), 2, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6), Round(3, (), (), (), (), 1, 0.7)
     delta = Delta(4, (5, 6, 7), (A, R, B), "añb", (1, 2, 0), logprobs, proposers)
-    assert event_of(event_to_message(delta, TARGET)) == delta
+    for own in (delta, delta._replace(rounds=rounds)):
+        assert event_of(event_to_message(own, TARGET)) == own
 
 
 def test_every_field_of_a_message_is_in_its_event() -> None:
@@ -59,8 +62,10 @@ def test_every_field_of_a_message_is_in_its_event() -> None:
 def test_other_versions() -> None:
     """Claim: a kind or proposer that this version does not know is shown as that of a plain token, an unknown rule or
     reason is None; an event without a meaning here is refused. Source: a coordinator may be newer than its client."""
-    event = event_of(pb.GenerateResponse(delta=pb.Delta(token_ids=[1, 2], kinds=[1, 9], proposers=[1, 99])))
+    own = {"token_ids": [1, 2], "kinds": [1, 9], "proposers": [1, 99], "rounds": [pb.Round(proposers=[99])]}
+    event = event_of(pb.GenerateResponse(delta=pb.Delta(**own)))
     assert isinstance(event, Delta) and event.kinds == (A, B) and event.proposers == (Proposer.DRAFT, Proposer.NONE)
+    assert event.rounds[0].proposers == (Proposer.NONE,)
     start = event_of(pb.GenerateResponse(started=pb.Started(rule=9)))
     end = event_of(pb.GenerateResponse(finished=pb.Finished(reason=9)))
     assert isinstance(start, Started) and isinstance(end, Finished) and start.rule is end.reason is None

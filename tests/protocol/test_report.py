@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from specdec.protocol.report import DELTA_TOKEN_COUNT_MAX, Delta
-from specdec.protocol.types import LOGPROBS_MAX, Description, PositionLogprobs, TokenKind
+import pytest
+
+from specdec.protocol.report import DELTA_TOKEN_COUNT_MAX, Delta, Round
+from specdec.protocol.types import (
+    DRAFT_LENGTH_LIMIT,
+    LOGPROBS_MAX,
+    TOKENS_MAX,
+    Description,
+    PositionLogprobs,
+    Proposer,
+    TokenKind,
+)
 from specdec.rpc.convert_generate import event_to_message
 from specdec.rpc.limits import MESSAGE_BYTES_MIN
 
@@ -33,6 +43,30 @@ def test_a_merged_delta_is_sent_in_messages_that_fit() -> None:
     whole = parts[0]
     for part in parts[1:]:
         assert part.first_output_index == whole.first_output_index + len(whole.token_ids)
+        whole = whole.merged(part)
+    assert whole == merged
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 3000, tuple(1 + index % 65 for index in range(200)), (3,) * 1024])
+def test_a_merged_delta_cuts_no_round(sizes: tuple[int, ...]) -> None:
+    """Claim: the parts of a merged delta have their own rounds, of which none is cut, in messages that fit, though each
+    round has all the draft tokens and log-probabilities that it can have. Conclusive: rounds of one token are as many
+    as a part can have; merged again the parts are the delta."""
+    count = sum(sizes)
+    ids = tuple(range(TOKENS_MAX - DRAFT_LENGTH_LIMIT, TOKENS_MAX))
+    position = PositionLogprobs(-1.5, ids[:LOGPROBS_MAX], (-2.5,) * LOGPROBS_MAX)
+    offered = ids, tuple(range(DRAFT_LENGTH_LIMIT)), (Proposer.HEADS,) * DRAFT_LENGTH_LIMIT
+    rounds = tuple(Round(index, *offered, tuple(range(size - 1)), size, 0.1) for index, size in enumerate(sizes))
+    kinds, lengths, proposers = (TokenKind.ACCEPTED,) * count, (3,) * count, (Proposer.HEADS,) * count
+    merged = Delta(0, tuple(range(count)), kinds, "x" * 3 * count, lengths, (position,) * count, proposers, rounds)
+    parts = list(merged.parts())
+    for part in parts:
+        assert len(part.rounds) <= len(part.token_ids) <= DELTA_TOKEN_COUNT_MAX
+        assert sum(own.num_output_tokens for own in part.rounds) == len(part.token_ids)
+        assert byte_size(part) < MESSAGE_BYTES_MIN / 2
+    assert len(parts) <= 2 * -(-count // DELTA_TOKEN_COUNT_MAX)
+    whole = parts[0]
+    for part in parts[1:]:
         whole = whole.merged(part)
     assert whole == merged
 
