@@ -27,6 +27,7 @@ from specdec.gateway.errors import CONTEXT_LENGTH, HttpError, error_from, too_lo
 from specdec.gateway.gate import CLIENT_GONE, IDENTITY, Gate, Watched, read_whole
 from specdec.gateway.keys import Keys
 from specdec.gateway.metrics import OTHER, GatewayMetrics
+from specdec.gateway.page import page_routes
 from specdec.gateway.parameters import COMPLETION_TOKENS_DEFAULT, make_requests, salt_of
 from specdec.gateway.prompts import Prompts
 from specdec.gateway.requests import (
@@ -84,6 +85,7 @@ class Gateway:
             Route("/version", self._version),
             Route("/metrics", self._metrics),
             Route("/openapi.json", self._openapi),
+            *page_routes(),
         ]
         refused: Any = dict.fromkeys((HttpError, HTTPException), self._refused)
         failed: Any = dict.fromkeys((SpecdecError, TimeoutError, Exception), self._failed)

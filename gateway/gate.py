@@ -15,11 +15,12 @@ from starlette.types import Message, Receive, Scope, Send
 from specdec.gateway.errors import HttpError
 from specdec.gateway.keys import Keys
 from specdec.gateway.metrics import OTHER, GatewayMetrics
+from specdec.gateway.page import PAGE_PATHS
 from specdec.settings import is_loopback
 
 BODY_BYTES_MAX = 4 << 20
 BODY_S_MAX = 30.0
-OPEN_PATHS = ("/health", "/ping")  # that need no key
+OPEN_PATHS = frozenset(("/health", "/ping", *PAGE_PATHS))  # that need no key
 CLIENT_GONE = 499  # never sent: nobody reads it
 IDENTITY = "specdec.identity"  # in the scope: the name of the key
 

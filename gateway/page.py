@@ -21,10 +21,14 @@ HEADERS = {
 }
 
 
+PAGE_PATHS = {
+    "/" if file.name == "index.html" else f"/static/{file.name}": file for file in sorted(FOLDER.iterdir())
+}
+
+
 def page_routes() -> list[Route]:
-    """Returns the routes of the page: / and /static/NAME of each file."""
-    files = sorted(path for path in FOLDER.iterdir() if path.is_file())
-    return [_route("/" if path.name == "index.html" else f"/static/{path.name}", path) for path in files]
+    """Returns the routes of the page."""
+    return [_route(url_path, file) for url_path, file in PAGE_PATHS.items()]
 
 
 def _route(url_path: str, file: Path) -> Route:
