@@ -21,9 +21,7 @@ HEADERS = {
 }
 
 
-PAGE_PATHS = {
-    "/" if file.name == "index.html" else f"/static/{file.name}": file for file in sorted(FOLDER.iterdir())
-}
+PAGE_PATHS = {"/" if file.name == "index.html" else f"/static/{file.name}": file for file in sorted(FOLDER.iterdir())}
 
 
 def page_routes() -> list[Route]:

@@ -89,18 +89,23 @@ export async function stream(run, asked, signal, onTokens) {
     signal,
   });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ;) {
+  let rest = "", isWhole = false;
+  for (;;) {
     const { value, done } = await read(reader);
+    if (done && isWhole) return;
     if (done) throw new Refused("The stream broke off before its end.", 0);
     const lines = (rest + value).split("\n");
     rest = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data:")) continue; // comments keep the connection alive
-      const data = line.slice(5).trim();
-      if (data === "[DONE]") return onTokens();
-      take(run, JSON.parse(data), performance.now() - startMs);
+    // Comments, which keep the connection alive, are no data.
+    const events = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
+    try {
+      for (const data of events) {
+        if (data === "[DONE]") isWhole = true;
+        else take(run, JSON.parse(data), performance.now() - startMs);
+      }
+    } finally {
+      onTokens();
     }
-    onTokens();
   }
 }
 
