@@ -21,7 +21,7 @@ LOGPROB_MIN = -9999.0  # stands for minus infinity, which JSON lacks
 REASONS = {coordinator_pb.FINISH_REASON_STOP: "stop", coordinator_pb.FINISH_REASON_LENGTH: "length"}
 CALLS = "tool_calls"
 DONE = b"data: [DONE]\n\n"
-quoted = json.encoder.encode_basestring  # type: ignore[attr-defined]  # a text as JSON, other alphabets as they are
+quoted = json.encoder.encode_basestring  # a text as JSON, other alphabets as they are
 
 
 def to_json(value: Any) -> str:
@@ -107,9 +107,7 @@ class Choice:
         kept: list[Event] = []
         for event in found:
             last = kept[-1] if kept else None
-            if self._ends_after_call and (
-                getattr(event, "index", 0) or (self._has_call and isinstance(event, Content))
-            ):
+            if self._ends_after_call and (self._has_call if isinstance(event, Content) else event.index > 0):
                 break
             self._has_call = self._has_call or isinstance(event, CallStart)
             if isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
@@ -219,7 +217,7 @@ class Answer:
             own = text if at else text | more
             chunks.append(self._chunk(choice, own, beside if at == 0 else None))
         if part.reason is not None:
-            end = {"delta": {}} if self._is_chat else {"text": ""}
+            end: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
             end |= {"finish_reason": part.reason, "stop_reason": part.stop_reason}
             chunks.append(self._chunk(choice, end, part.speculative))
         return b"".join(chunks)

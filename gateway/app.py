@@ -67,8 +67,8 @@ class Gateway:
         self.running: set[Watched] = set()
         self.is_draining = False
         self._created = int(time.time())
-        named = settings.tool_call_format
-        self._call_format = named if named != "auto" else prompts.template and format_of(prompts.template)
+        found = None if prompts.template is None else format_of(prompts.template)
+        self._call_format = found if settings.tool_call_format == "auto" else settings.tool_call_format
 
     def application(self, keys: Keys | None, is_local: bool) -> ASGIApp:
         """Returns the whole application; arguments as for `Gate`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Callable
 
 from specdec.errors import ConfigError
@@ -21,12 +22,14 @@ from specdec.rpc.process import set_startup_objects_aside, start_workers, until_
 from specdec.settings import is_loopback
 from specdec.telemetry.logs import configure_logs, get_logger
 
+SWITCH_INTERVAL_S = 0.0005  # a long prompt in a thread must not keep the streams waiting
 PARTING_S = 1.0  # for the error events of streams that the stop ends
 
 
 async def run(settings: GatewaySettings, on_ready: Callable[[str], None]) -> None:
     """Serves until a stop is requested; `on_ready` receives HOST:PORT once a coordinator takes requests. Raises
     SpecdecError when it cannot start, and Mismatch for a coordinator whose target has another tokenizer."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     start_workers(asyncio.get_running_loop())
     configure_logs(settings.log_level, "gateway")
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it warns of every client that speaks no HTTP

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from specdec.config import ServeSettings
 from specdec.folders import EMBEDDED_MODELS
 from specdec.settings import (
     CONNECTION,
@@ -20,10 +21,16 @@ from specdec.settings import (
     ListenHost,
     LogLevel,
     TlsSettings,
-    is_loopback,
+    check_http_reach,
     setting,
     split_address,
 )
+
+
+def beside(serve: ServeSettings, coordinator: str) -> GatewaySettings:
+    """Returns the settings of the gateway that `specdec serve` starts before its coordinator, on --http-port."""
+    own = {name: getattr(serve, name) for name in GatewaySettings.model_fields if hasattr(serve, name)}
+    return GatewaySettings(**own | {"port": serve.http_port, "address": (coordinator,), "metrics_address": None})
 
 
 class GatewaySettings(TlsSettings):
@@ -82,10 +89,7 @@ class GatewaySettings(TlsSettings):
 
     @model_validator(mode="after")
     def _check(self) -> GatewaySettings:
-        if not (is_loopback(self.host) or self.api_keys_file or self.insecure):
-            raise ValueError(
-                f"--host {self.host} reaches beyond this machine: give --api-keys-file, or --insecure to serve anyone"
-            )
+        check_http_reach(self.host, self.api_keys_file, self.insecure)
         for address in self.address:
             self.check_reach(split_address(address)[0], "--address")
         if (self.http_ssl_certfile is None) != (self.http_ssl_keyfile is None):

@@ -1,0 +1,156 @@
+"""A gateway as a real process in front of real services, and a plain client of it over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec.gateway.settings import GatewaySettings
+from specdec.launch.children import Child, start
+from tests.support.services import MODELS
+
+CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content %}{{ message.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def chat_folder(folder: Path, template: str = CHATML) -> Path:
+    """Makes a model folder with the embedded pair's tokenizer and a chat template, and returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+        shutil.copy(MODELS / "target" / name, folder / name)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+@contextlib.contextmanager
+def gateway(*coordinators: str, model: Path = MODELS / "target", **own: Any) -> Iterator[Child]:
+    """A gateway on a free port in front of coordinators, stopped at the end."""
+    told = {"port": 0, "log_level": "error", "drain_grace_s": 1.0, "served_model_name": "embedded", "model": str(model)}
+    with start("gateway", GatewaySettings(**{**told, "address": coordinators, **own})) as child:
+        child.wait_ready()
+        yield child
+
+
+@dataclass
+class Answer:
+    """An answer of HTTP."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The object in the body."""
+        return json.loads(self.body, parse_constant=refuse_constant)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error in the body, in OpenAI's form."""
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}, error
+        assert isinstance(error["message"], str) and isinstance(error["type"], str), error
+        return error
+
+
+def refuse_constant(name: str) -> None:
+    """NaN and Infinity are not JSON."""
+    raise AssertionError(f"{name} is not JSON")
+
+
+def ask(
+    address: str,
+    path: str,
+    body: Any = None,
+    method: str = "",
+    headers: dict[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> Answer:
+    """Sends one request, of JSON unless `body` is bytes; returns the whole answer."""
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    try:
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        kind = {} if data is None else {"Content-Type": "application/json"}
+        connection.request(method or ("GET" if data is None else "POST"), path, data, {**kind, **(headers or {})})
+        response = connection.getresponse()
+        return Answer(response.status, {key.lower(): value for key, value in response.getheaders()}, response.read())
+    finally:
+        connection.close()
+
+
+def events_of(body: bytes) -> list[Any]:
+    """Returns the objects of a stream of events. Fails unless every event is one line of data and the last is the
+    end."""
+    *events, rest = body.decode().split("\n\n")
+    assert rest == "", rest
+    events = [event for event in events if not event.startswith(":")]
+    assert all(event.startswith("data: ") and "\n" not in event for event in events), events
+    assert events[-1] == "data: [DONE]", events[-1]
+    return [json.loads(event.removeprefix("data: "), parse_constant=refuse_constant) for event in events[:-1]]
+
+
+@dataclass
+class Text:
+    """One choice of an answer, of either kind."""
+
+    text: str = ""
+    role: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    reason: str | None = None
+
+
+LEGACY = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def logprobs_in(logprobs: Any) -> list[Any]:
+    """One entry a token, of either form of log-probabilities."""
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return logprobs["content"]
+    return list(zip(*(logprobs[name] for name in LEGACY), strict=True))
+
+
+def whole_text(choice: dict[str, Any]) -> Text:
+    """The text of a choice of a whole answer."""
+    message = choice.get("message", {})
+    text = message.get("content") if message else choice["text"]
+    return Text(
+        text or "",
+        message.get("role", ""),
+        choice.get("token_ids", []),
+        logprobs_in(choice["logprobs"]),
+        message.get("tool_calls", []),
+        choice["finish_reason"],
+    )
+
+
+def streamed_texts(chunks: list[dict[str, Any]], count: int = 1) -> list[Text]:
+    """The texts that chunks make up. Fails for chunks after a text's end."""
+    texts = [Text() for _ in range(count)]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            own, delta = texts[choice["index"]], choice.get("delta", {})
+            assert own.reason is None, "a chunk after the end"
+            own.text += delta.get("content") or choice.get("text", "")
+            own.role += delta.get("role", "")
+            own.token_ids += choice.get("token_ids", [])
+            own.logprobs += logprobs_in(choice["logprobs"])
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    assert call["index"] == len(own.calls) and call["function"]["arguments"] == "", call
+                    own.calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+                else:
+                    own.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            own.reason = choice["finish_reason"]
+    return texts
