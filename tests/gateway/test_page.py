@@ -6,16 +6,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec.gateway.keys import new_key
-from specdec.gateway.settings import GatewaySettings
-from specdec.launch.children import Child, start
-from tests.support.services import MODELS, Services, fixed, running
+from tests.support.gateways import events_of, gateway
+from tests.support.services import Services, fixed
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[page]'")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed: pip install '.[page]'")
@@ -32,26 +30,10 @@ HOSTILE = '<img src=x onerror="window.planted=1"><script>window.planted=1</scrip
 
 
 @pytest.fixture(scope="module")
-def services() -> Iterator[Services]:
-    """The shipped pair, whose coordinator speculates by the fixed policy, so that every run has rounds to show."""
-    with running(MODELS / "target", MODELS / "draft", threads=1) as services:
-        yield services
-
-
-@contextmanager
-def gateway_of(services: Services, **own: Any) -> Iterator[Child]:
-    """A gateway in front of the services' coordinator."""
-    settings = GatewaySettings(port=0, address=(services.coordinator.address,), **own)
-    with start("gateway", settings) as child:
-        child.wait_ready()
-        yield child
-
-
-@pytest.fixture(scope="module")
-def gateway(services: Services) -> Iterator[Child]:
-    """A gateway without keys."""
-    with gateway_of(services) as child:
-        yield child
+def plain(services: Services) -> Iterator[str]:
+    """The address of a gateway without keys, whose model has no chat template."""
+    with gateway(services.coordinator.address) as child:
+        yield child.address
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +49,19 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def opened(browser: Any, gateway: Child) -> Iterator[Open]:
+def opened(browser: Any, plain: str) -> Iterator[Open]:
     """Opens the page: `opened(width=…, scheme=…, motion=…, address=…)`. At the end of the test, no page may have had an
     uncaught error, a resource from elsewhere, or one that its policy refused."""
     pages, complaints = [], []
 
-    def open_page(
-        width: int = 1180, scheme: str = "light", motion: str = "reduce", address: str = gateway.address
-    ) -> Any:
+    def open_page(width: int = 1180, scheme: str = "light", motion: str = "reduce", address: str = plain) -> Any:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion=motion)
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda line: complaints.append(line.text) if "Content Security" in line.text else None)
         page.on("request", lambda asked: None if f"//{address}/" in asked.url else complaints.append(asked.url))
         page.goto(f"http://{address}/")
-        expect(page.locator("#model")).not_to_be_empty() if address == gateway.address else None
+        expect(page.locator("#model")).not_to_be_empty() if address == plain else None
         pages.append(page)
         return page
 
@@ -97,13 +77,6 @@ def run_both(page: Any, **fields: str) -> None:
         page.locator(f"[name={name}]").fill(value)
     page.locator("#run").click()
     expect(page.locator("#replay")).to_be_enabled(timeout=PATIENCE_MS)
-
-
-def events_of(body: str) -> list[dict[str, Any]]:
-    """The events of a stream."""
-    lines = [line.removeprefix("data: ") for line in body.split("\n") if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def speculating_with(page: Any, speculative: dict[str, Any]) -> None:
@@ -133,7 +106,7 @@ def test_what_is_shown_is_what_came(opened: Open, shape: dict[str, Any]) -> None
     spans = "performance.getEntriesByType('resource').filter((one) => one.name.endsWith('/v1/completions'))"
     first, second = page.evaluate(f"{spans}.map((one) => [one.startTime, one.responseEnd])")
     assert first[1] <= second[0]
-    on, off = (events_of(answer.text()) for answer in answers)
+    on, off = (events_of(answer.body()) for answer in answers)
     statistics = next(own["statistics"] for event in on if "statistics" in (own := event.get("speculative", {})))
     rounds = [one for event in on for one in event.get("speculative", {}).get("rounds", [])]
     kinds = [kind for event in on for kind in event.get("speculative", {}).get("kinds", [])]
@@ -360,7 +333,7 @@ def test_errors_are_said_in_words(opened: Open, services: Services, tmp_path: Pa
     expect(page.locator("#error")).to_be_hidden()
     key, line = new_key("reader")
     (tmp_path / "keys").write_text(line + "\n", encoding="utf-8")
-    with gateway_of(services, api_keys_file=tmp_path / "keys") as guarded:
+    with gateway(services.coordinator.address, api_keys_file=tmp_path / "keys") as guarded:
         locked = opened(address=guarded.address)
         expect(locked.locator("#error")).to_contain_text("give a key")
         expect(locked.locator("[name=key]")).to_be_focused()
@@ -371,21 +344,17 @@ def test_errors_are_said_in_words(opened: Open, services: Services, tmp_path: Pa
         expect(locked.locator("#error")).to_contain_text("does not answer")
 
 
-def test_a_chat_is_asked(opened: Open, services: Services, tmp_path: Path) -> None:
+def test_a_chat_is_asked(opened: Open, address: str) -> None:
     """Claim: where the model has a chat template, the page asks in messages, with a system message if one is given; a
-    model without is asked in plain text. Conclusive: the same gateway but for the template; the messages that the
-    gateway got, and a text of it."""
+    model without is asked in plain text. Conclusive: two gateways that differ in the template; the messages that one of
+    them got, and what it answered."""
     page = opened()
     expect(page.locator("[value=chat]")).to_be_disabled()
-    shutil.copytree(MODELS / "target", tmp_path / "model")
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    (tmp_path / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
-    with gateway_of(services, model=str(tmp_path / "model")) as chatting:
-        chat, sent = opened(address=chatting.address), []
-        chat.on("request", lambda asked: sent.append(asked.post_data_json) if asked.method == "POST" else None)
-        expect(chat.locator("[value=chat]")).to_be_checked()
-        run_both(chat, system="Be short.", prompt="Hello")
-        messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
-        assert [body["messages"] for body in sent] == [messages] * 2
-        assert "Both texts are the same." in chat.locator("#summary").text_content()
-        assert chat.locator("#on .text .token").count() > 0 and chat.locator("#round-list > li").count() > 0
+    chat, sent = opened(address=address), []
+    chat.on("request", lambda asked: sent.append(asked.post_data_json) if asked.method == "POST" else None)
+    expect(chat.locator("[value=chat]")).to_be_checked()
+    run_both(chat, system="Be short.", prompt="Hello")
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
+    assert [body["messages"] for body in sent] == [messages] * 2
+    assert "Both texts are the same." in chat.locator("#summary").text_content()
+    assert chat.locator("#on .text .token").count() > 0 and chat.locator("#round-list > li").count() > 0
