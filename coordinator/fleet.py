@@ -75,7 +75,7 @@ class Fleet:
             return frozenset()
         if not asked:
             asked = frozenset({Proposer.DRAFT}) if mode is SpeculationMode.FIXED else self._own
-        return asked & self._own
+        return asked & self._own - request.withheld_proposers
 
     def _mode(self, request: GenerationRequest) -> SpeculationMode:
         if not request.speculative.enabled:

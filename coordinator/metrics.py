@@ -1,6 +1,7 @@
 """The metrics page of a coordinator: its statistics, its links and its capacity, under the names dashboards use.
 
-vLLM's four counters of speculation have vLLM's names; all others begin with `specdec_`. docs/metrics.md explains each.
+What vLLM exports too has vLLM's name, meaning and labels, so that its boards show it; all others begin with `specdec_`.
+docs/metrics.md explains each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from specdec.coordinator.fleet import Fleet
 from specdec.coordinator.peers import Peer
 from specdec.coordinator.statistics import CoordinatorMetrics
 from specdec.protocol.report import SERIES, Series, Statistics
-from specdec.telemetry.metrics import common_metrics, counter, gauge, histogram
+from specdec.telemetry.metrics import Labels, common_metrics, counter, gauge, histogram
+
+VLLM = "vllm:"
 
 
 def page_metrics(
@@ -28,43 +31,59 @@ def page_metrics(
     served = fleet.target.description
     facts = {"model": served.model_name if served else "", "policy": settings.speculation_policy}
     yield from common_metrics("coordinator", is_serving, facts)
-    yield from request_metrics(metrics, settings.max_num_seqs)
-    yield from statistics_metrics(metrics.totals(), settings.num_speculative_tokens_max)
-    yield from link_metrics(fleet.peers)
-
-
-def request_metrics(metrics: CoordinatorMetrics, places: int) -> Iterator[Metric]:
-    """Yields the metrics of requests: their numbers, outcomes and latencies."""
-    running_count, waiting_count = metrics.counts()
-    yield gauge("specdec_num_requests_running", "Generations in progress after their first token.", running_count)
-    yield gauge("specdec_num_requests_waiting", "Generations before their first token.", waiting_count)
-    yield gauge("specdec_num_requests_max", "Limit of concurrent generations; more are refused.", places)
+    help = "Limit of concurrent generations; more are refused."
+    yield gauge("specdec_num_requests_max", help, settings.max_num_seqs)
     outcomes = {(outcome,): count for outcome, count in dict(metrics.requests).items()}
     help = "Requests that ended, by finish reason, cancelled, or the reason of the error."
     yield counter("specdec_requests", help, outcomes, None, "outcome")
-    help = "From admission to the first token."
-    yield histogram("specdec_time_to_first_token_seconds", help, metrics.time_to_first_token)
-    help = "Between tokens: the time of a round divided by its tokens."
-    yield histogram("specdec_inter_token_latency_seconds", help, metrics.inter_token)
-    help = "From admission to the last token, of finished texts."
-    yield histogram("specdec_e2e_request_latency_seconds", help, metrics.e2e_latency)
-    help = "Wait of a request's first verification at the target for its step."
-    yield histogram("specdec_request_queue_time_seconds", help, metrics.queue_time)
+    model_name = fleet.target.model_name
+    labels = {"model_name": model_name, "engine": "0"}  # one engine, as vLLM counts them
+    own = statistics_metrics(metrics.totals(), settings.num_speculative_tokens_max, labels)
+    for metric in (*request_metrics(metrics, labels), *own):
+        if model_name or not metric.name.startswith(VLLM):  # no series before the model is known
+            yield metric
+    yield from link_metrics(fleet.peers)
 
 
-def statistics_metrics(statistics: Statistics, draft_length_max: int) -> Iterator[Metric]:
-    """Yields the statistics of all generations, under the names that `Statistics` defines."""
+def request_metrics(metrics: CoordinatorMetrics, labels: Labels) -> Iterator[Metric]:
+    """Yields the metrics of requests: their numbers, finished reasons, latencies and lengths, with `labels`."""
+    running_count, waiting_count = metrics.counts()
+    help = "Generations in progress after their first token."
+    yield gauge("vllm:num_requests_running", help, running_count, labels)
+    yield gauge("vllm:num_requests_waiting", "Generations before their first token.", waiting_count, labels)
+    finished = {(reason,): count for reason, count in dict(metrics.finished_reasons).items()}
+    help = "Admitted requests that ended, by reason: abort if the client left, error if the generation failed."
+    yield counter("vllm:request_success", help, finished, labels, "finished_reason")
+    for name, help, observed in (
+        ("time_to_first_token_seconds", "From admission to the first token.", metrics.time_to_first_token),
+        ("inter_token_latency_seconds", "Between rounds, whatever number of tokens they bring.", metrics.inter_token),
+        (
+            "request_time_per_output_token_seconds",
+            "Time of a finished text after its first token, divided by its later tokens; 0 without any.",
+            metrics.time_per_output_token,
+        ),
+        ("e2e_request_latency_seconds", "From admission to the last token, of finished texts.", metrics.e2e_latency),
+        ("request_queue_time_seconds", "Wait of a first verification at the target for its step.", metrics.queue_time),
+        ("request_prompt_tokens", "Prompt tokens of finished texts.", metrics.prompt_length),
+        ("request_generation_tokens", "Output tokens of finished texts, without resumed ones.", metrics.output_length),
+    ):
+        yield histogram(VLLM + name, help, observed, labels)
+
+
+def statistics_metrics(statistics: Statistics, draft_length_max: int, labels: Labels) -> Iterator[Metric]:
+    """Yields the statistics of all generations, under the names that `Statistics` defines; vLLM's with `labels`."""
     series: dict[str, dict[Series, float]] = {}
     for field, own in SERIES:
         series.setdefault(own.name, {})[own] = getattr(statistics, field)
     for name, values in series.items():
         first = next(iter(values))
         labelled = {own.label[1:] if own.label[0] else (): value for own, value in values.items()}
-        yield counter(name, first.help, labelled, None, *filter(None, first.label[:1]))
+        common = labels if name.startswith(VLLM) else None
+        yield counter(name, first.help, labelled, common, *filter(None, first.label[:1]))
     at_least = list(accumulate(reversed(statistics.acceptance_histogram)))[::-1]
     passed = {(str(at),): sum(at_least[at + 1 : at + 2]) for at in range(max(draft_length_max, len(at_least) - 1))}
     help = "Draft tokens accepted, by position in the round."
-    yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", help, passed, None, "position")
+    yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", help, passed, labels, "position")
 
 
 def link_metrics(peers: Sequence[Peer]) -> Iterator[Metric]:

@@ -75,6 +75,7 @@ class Peer(ABC):
         self.absent_reason = f"the {self.name} was not reached yet"
         self.is_stopping = False
         self.loss_count = 0  # connections that were lost
+        self.model_name = ""  # of the last description
         self.tables: dict[tuple[Rule, int, bool, bool], Table] = {}
         self._fingerprint = fingerprint
         self._changed = changed
@@ -141,6 +142,7 @@ class Peer(ABC):
                 if is_other:  # another process at the address opens another link
                     return
                 await asyncio.sleep(DESCRIBE_RETRY_S)
+        self.model_name = self.description.model_name
         self._on_found(self.description)
         self._changed()
 

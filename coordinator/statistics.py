@@ -18,10 +18,21 @@ from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
 from specdec.protocol.types import FinishReason
 from specdec.rpc.status import REASONS
-from specdec.telemetry.metrics import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
+from specdec.telemetry.metrics import Histogram
 
 CANCELLED = "cancelled"
-OUTCOMES = (*(reason.name.lower() for reason in FinishReason), CANCELLED, *REASONS)
+FINISHES = tuple(reason.name.lower() for reason in FinishReason)
+OUTCOMES = (*FINISHES, CANCELLED, *REASONS)
+ABORT, ERROR = "abort", "error"  # vLLM's finished reasons of texts that did not end
+# The bounds of vLLM's histograms (vllm/v1/metrics/loggers.py), which boards select by value, and finer ones below them.
+_MINUTES_S = (7.5, 10.0, 20.0, 40.0, 80.0)
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
+FIRST_TOKEN_BOUNDS_S = (*_FIRST_TOKEN_S, *_MINUTES_S, 160.0, 640.0, 2560.0)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+TOKEN_BOUNDS_S = (*_TOKEN_S, *_MINUTES_S)
+_REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0)
+REQUEST_BOUNDS_S = (*_REQUEST_S, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+LENGTH_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class CoordinatorMetrics:
@@ -29,10 +40,14 @@ class CoordinatorMetrics:
 
     def __init__(self) -> None:
         self.requests = dict.fromkeys(OUTCOMES, 0)
-        self.time_to_first_token = Histogram(LATENCY_BOUNDS_S)
+        self.finished_reasons = dict.fromkeys((*FINISHES, ABORT, ERROR), 0)  # of admitted requests
+        self.time_to_first_token = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.inter_token = Histogram(TOKEN_BOUNDS_S)
-        self.e2e_latency = Histogram(LATENCY_BOUNDS_S)
-        self.queue_time = Histogram(LATENCY_BOUNDS_S)
+        self.time_per_output_token = Histogram(TOKEN_BOUNDS_S)
+        self.e2e_latency = Histogram(REQUEST_BOUNDS_S)
+        self.queue_time = Histogram(REQUEST_BOUNDS_S)
+        self.prompt_length = Histogram(LENGTH_BOUNDS)
+        self.output_length = Histogram(LENGTH_BOUNDS)
         self._ended = Statistics()
         self._running: set[RequestStatistics] = set()
         self._lock = threading.Lock()  # no reader may see a generation in neither place, or in both
@@ -44,10 +59,14 @@ class CoordinatorMetrics:
 
     def leave(self, request: RequestStatistics) -> None:
         """A request ended."""
+        outcome = request.outcome
         with self._lock:
+            if request in self._running:
+                reason = outcome if outcome in FINISHES else ABORT if outcome == CANCELLED else ERROR
+                self.finished_reasons[reason] += 1
             self._running.discard(request)
             self._ended.add(request.statistics)
-            self.requests[request.outcome] += 1
+            self.requests[outcome] += 1
 
     def totals(self) -> Statistics:
         """Returns the sums over all generations since the start, running ones included."""
@@ -98,8 +117,7 @@ class RequestStatistics:
         if (record := ready.record) is not None:
             self.statistics.on_round(record)
             if record.round_index:
-                times, kept_count = record.times, record.tokens.kept_count
-                self._metrics.inter_token.add(times.round_s / kept_count, kept_count)
+                self._metrics.inter_token.add(record.times.round_s)
             else:
                 self._observe(self._metrics.queue_time, record.step.queue_s)
                 self._observe(self._metrics.time_to_first_token, record.times.round_s)
@@ -107,7 +125,12 @@ class RequestStatistics:
     def finished(self, finished: Finished) -> None:
         """The text ended."""
         if self._end(finished.reason.name.lower()):
-            self._observe(self._metrics.e2e_latency, finished.statistics.total_s)
+            metrics, own = self._metrics, finished.statistics
+            self._observe(metrics.e2e_latency, own.total_s)
+            later_s, later_count = own.total_s - own.time_to_first_token_s, own.output_tokens - 1
+            self._observe(metrics.time_per_output_token, later_s / later_count if later_count > 0 else 0.0)
+            metrics.prompt_length.add(own.prompt_tokens)
+            metrics.output_length.add(own.output_tokens)
 
     def failed(self, error: SpecdecError) -> None:
         """The request was refused, or its generation failed."""

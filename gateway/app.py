@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec import __version__
 from specdec.errors import ReplicaUnavailable, SpecdecError
+from specdec.gateway import openapi
 from specdec.gateway.answers import Answer, Choice, Part
 from specdec.gateway.calls import ToolCallParser, format_of
 from specdec.gateway.errors import CONTEXT_LENGTH, HttpError, error_from, too_long
@@ -50,7 +50,6 @@ PING_S = 10.0  # silence after which a comment is sent: proxies cut at 50 to 60 
 PING = b": ping\n\n"
 STALL_S_MAX = 60.0  # for an answer that its client does not read
 THREAD_BODY_BYTES = 64 << 10  # a longer body is read beside the event loop
-OPENAPI = Path(__file__).with_name("openapi.json")
 Body = TypeVar("Body", bound=Strict)
 
 
@@ -261,7 +260,7 @@ class Gateway:
         return Response(body, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _openapi(self, _: HttpRequest) -> Response:
-        return Response(OPENAPI.read_bytes(), media_type="application/json")
+        return Response(openapi.FILE.read_bytes(), media_type="application/json")
 
     # --- errors
 

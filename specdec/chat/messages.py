@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from specdec.errors import ConfigError
 
-DEPTH_MAX = 64  # levels of lists and objects
+BYTES_MAX, DEPTH_MAX = 1 << 22, 64  # of messages, tools and arguments; levels of lists and objects in them
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names that `transformers` takes for one another
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # as in `transformers`: its space shows whether a template keeps spaces
 HERMES_TOOLS = """# Tools
@@ -31,21 +31,25 @@ Message = Mapping[str, Any]  # role, content, tool_calls and what else a templat
 
 
 def size_of(value: Any) -> int:
-    """Returns the bytes of a JSON value: those of its texts and names, and one for each value. Raises ConfigError for
-    more than DEPTH_MAX levels."""
-    size, waiting = 0, [(value, 1)]
+    """Returns the bytes of a JSON value: those of its texts and names, and one for each value. Raises ConfigError, as
+    soon as it is known, for more than BYTES_MAX of them or DEPTH_MAX levels."""
+    size, waiting = 1, [(value, 1)]
     while waiting:
         value, depth = waiting.pop()
-        size += 1
         if isinstance(value, str):
             size += len(value.encode("utf-8", "surrogatepass"))
         elif isinstance(value, Mapping | list | tuple):
             if depth > DEPTH_MAX:
-                raise ConfigError(f"the messages, tools or arguments have more than {DEPTH_MAX} levels")
+                raise ConfigError(f"messages, tools and arguments have more than {DEPTH_MAX} levels")
+            size += len(value)
             if isinstance(value, Mapping):
                 size += sum(len(str(name).encode("utf-8", "surrogatepass")) for name in value)
-                value = value.values()
-            waiting.extend((inner, depth + 1) for inner in value)
+            if size <= BYTES_MAX:
+                waiting.extend(
+                    (inner, depth + 1) for inner in (value.values() if isinstance(value, Mapping) else value)
+                )
+        if size > BYTES_MAX:
+            raise ConfigError(f"messages, tools and arguments have more than {BYTES_MAX} bytes")
     return size
 
 
@@ -86,7 +90,9 @@ def content_of(place: str, content: Any, takes_parts: Callable[[], bool]) -> str
 
 def call_of(place: str, call: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an earlier call with its arguments as an object; empty ones are {}."""
-    function = dict(call["function"])
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"{place} has no name")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
@@ -96,7 +102,7 @@ def call_of(place: str, call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"{place}.arguments is not the text of a JSON object")
     size_of(arguments)
-    return {**call, "function": function | {"arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def refuse_constant(name: str) -> NoReturn:

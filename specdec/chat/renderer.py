@@ -28,6 +28,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 WORDS_MAX = 1000  # characters of a refusal or fault
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # in every rendering
+ASKING = ("defined", "undefined", "default", "d")  # tests and filters for a name that may not be there
 
 
 class Refused(TemplateError):
@@ -101,7 +103,7 @@ class Renderer:
         self._now: datetime = datetime.min
         self._characters_max = characters_max
         self._template = environment.from_string(source)
-        self.variables = sorted(meta.find_undeclared_variables(environment.parse(source)))
+        self.variables = sorted(variables_of(environment.parse(source)))
 
     def render(self, variables: Mapping[str, Any], now: datetime) -> str:
         """Returns the text; `now`: the time that the template may say. Raises what the template raises."""
@@ -113,6 +115,16 @@ class Renderer:
             if length > self._characters_max:
                 raise OverflowError(f"its text has more than {self._characters_max} characters")
         return "".join(pieces)
+
+
+def variables_of(template: nodes.Template) -> set[str]:
+    """Returns the names that a template looks up outside itself: not one that it sets, unless it asks whether it is
+    defined, as templates do with those that may be given."""
+    names = {node.name for node in template.find_all(nodes.Name) if node.ctx == "store"} - GIVEN
+    for asking in template.find_all((nodes.Test, nodes.Filter)):
+        if asking.name in ASKING and isinstance(asking.node, nodes.Name):
+            names.discard(asking.node.name)
+    return meta.find_undeclared_variables(template) - names
 
 
 def bound_memory(more: int) -> None:

@@ -21,7 +21,6 @@ from specdec.errors import ConfigError, ModelRefused
 SECONDS_MAX = 10.0  # of a rendering, which takes milliseconds
 MEMORY_BYTES_MAX = 256 << 20  # beside the interpreter and jinja
 CHARACTERS_MAX = 1 << 22  # of a prompt: a request has at most as many bytes
-INPUT_BYTES_MAX = 1 << 22  # of messages, tools and arguments
 
 
 class RenderingProcess:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.chat.messages import Message, cut_to_continue, for_template, in_hermes_form, marked_to_continue, size_of
-from specdec.chat.rendering import INPUT_BYTES_MAX, RenderingProcess
+from specdec.chat.rendering import RenderingProcess
 from specdec.chat.special_tokens import NAMES, read_present, special_tokens_of
 from specdec.errors import ConfigError, ModelRefused
 from specdec.folders import has_file, read_text
@@ -35,8 +35,8 @@ DEVELOPER = re.compile("""["']developer["']""")
 
 class ChatTemplate:
     """The template of a model folder: its source, and the special tokens it may name. `today`: the date it may say;
-    None: that of each rendering. `for_tools`: another template of the folder, for chats with tools. Any thread may
-    render. Raises ModelRefused for a template that is not valid, ConfigError without jinja2."""
+    None: that of each rendering. `for_tools`: the one for chats with tools, if it is another. Any thread may render.
+    Raises ModelRefused for a template that is not valid, ConfigError without jinja2."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ChatTemplate:
         self._process = RenderingProcess(source, self._name)
         self._tokenizer: tokenizers.Tokenizer | None = None
         self.source = source
-        self.for_tools = for_tools or self
+        self._for_tools = for_tools
 
     @classmethod
     def read(cls, folder: Path, today: datetime | None = None) -> ChatTemplate | None:
@@ -63,6 +63,11 @@ class ChatTemplate:
         tokens = special_tokens_of(folder)
         for_tools = None if tools_source is None else cls(folder, tools_source, tokens, today)
         return cls(folder, source, tokens, today, for_tools)
+
+    @property
+    def for_tools(self) -> ChatTemplate:
+        """The template that renders chats with tools."""
+        return self._for_tools or self
 
     @property
     def variables(self) -> frozenset[str]:
@@ -102,13 +107,11 @@ class ChatTemplate:
         Raises ConfigError for messages that are too long or not of their form, for `kwargs` that are reserved or not
         named, and for what the template refuses; ModelRefused for a fault of the template.
         """
-        if tools and self.for_tools is not self:
-            return self.for_tools.render(messages, tools, kwargs, add_generation_prompt, continue_final_message)
+        if tools and self._for_tools is not None:
+            return self._for_tools.render(messages, tools, kwargs, add_generation_prompt, continue_final_message)
         if add_generation_prompt and continue_final_message:
             raise ConfigError("add_generation_prompt and continue_final_message exclude each other")
-        size = size_of([messages, tools, kwargs])
-        if size > INPUT_BYTES_MAX:
-            raise ConfigError(f"the conversation and its tools have {size} bytes; at most {INPUT_BYTES_MAX} are taken")
+        size_of([messages, tools, kwargs])
         self._check_names(kwargs or {})
         taken = for_template(messages, DEVELOPER.search(self.source) is not None, lambda: self._takes_parts)
         if "tools" not in self.variables:

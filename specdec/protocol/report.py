@@ -218,14 +218,14 @@ class Statistics:
     num_rounds_exploring: int = traced()
     exploration_loss_s: float = summed()
     cached_prompt_tokens: int = traced("specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.")
-    prompt_tokens: int = summed("specdec_prompt_tokens", "Prompt tokens of admitted requests.")
-    output_tokens: int = summed("specdec_generation_tokens", "Output tokens generated, without resumed ones.")
+    prompt_tokens: int = summed("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
+    output_tokens: int = summed("vllm:generation_tokens", "Output tokens generated, without resumed ones.")
     draft_refusals: int = summed(
         "specdec_draft_refusals", "Refusals of a draft to draft for a generation: too few cells or no positions left."
     )
     step_sessions: int = summed()
     active_sessions: int = summed()
-    preemptions: int = traced()
+    preemptions: int = traced("vllm:num_preemptions", "Preemptions by the target, of generations of this coordinator.")
     draft_wait_s: float = summed(
         "specdec_round_time_seconds",
         "Time of all generations by part of the round, summed over rounds.",

@@ -143,7 +143,17 @@ class GenerationRequest:
         if len(self.label) > LABEL_LENGTH_MAX:
             raise InvalidRequest("label", f"{len(self.label)} characters", f"at most {LABEL_LENGTH_MAX} characters")
         check_salt(self.cache_salt)
+        if self.withheld_proposers.intersection(self.speculative.proposers):
+            limit = "absent or false with proposer SUFFIX, or a cache_salt with it: guesses are texts of the same salt"
+            raise InvalidRequest("speculative.report_rounds", True, limit)
         self.rule()
+
+    @property
+    def withheld_proposers(self) -> frozenset[Proposer]:
+        """Proposers whose guesses the client may not see: rounds have the tokens that were not accepted too, and those
+        of SUFFIX are texts of all clients with the same salt, without one of all others."""
+        is_common = self.speculative.report_rounds and not self.cache_salt
+        return frozenset({Proposer.SUFFIX}) if is_common else frozenset()
 
     def rule(self) -> tuple[Rule, str] | None:
         """Returns the rule that the request names or implies, and the reason in one line; None: the server's choice.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specdec.chat import rendering
-from specdec.chat.messages import size_of
+from specdec.chat.messages import BYTES_MAX, size_of
 from specdec.chat.template import TEMPLATE_BYTES_MAX, ChatTemplate
 from specdec.errors import ConfigError, ModelRefused
 from tests.support.waiting import until
@@ -125,11 +125,10 @@ def test_real_sizes_are_within_the_bounds(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": f"{number} " + "word " * 200} for number in range(1000)]
     text = ChatTemplate(tmp_path, plain, {}).render(messages)
     assert text == "".join(f"user: {message['content'].strip()}\n" for message in messages) and len(text) > 1_000_000
-    most = "x" * (rendering.INPUT_BYTES_MAX - size_of([[{"content": ""}], None, None]))
+    most = "x" * (BYTES_MAX - size_of([[{"content": ""}], None, None]))
     plainest = ChatTemplate(tmp_path, "{{ messages[0].content }}", {})
     assert plainest.render([{"content": most}]) == most
-    over = f"have {rendering.INPUT_BYTES_MAX + 1} bytes; at most {rendering.INPUT_BYTES_MAX} are taken"
-    with pytest.raises(ConfigError, match=over) as refusal:
+    with pytest.raises(ConfigError, match=f"have more than {BYTES_MAX} bytes") as refusal:
         plainest.render([{"content": f"{most}x"}])
     assert not isinstance(refusal.value, ModelRefused), "it is no fault of the template"
     (tmp_path / "chat_template.jinja").write_text(f"{{# {'x' * (TEMPLATE_BYTES_MAX - 8)} #}}ok")

@@ -62,6 +62,25 @@ def test_settings_of_the_ngram_proposer_are_those_of_the_service(
     assert (runs[0].token_ids[0] if runs else None) == token_id
 
 
+def test_who_sees_rounds_sees_no_text_of_others() -> None:
+    """Claim: a request that reports rounds has every proposer of the service but that of earlier texts, unless it has a
+    salt; naming that one without a salt is refused, naming others is not. Conclusive: without rounds it has all."""
+    fleet = fleet_of()
+
+    def proposers_of(salt: str, **own: Any) -> frozenset[Proposer]:
+        request = GenerationRequest(token_ids=(1,), cache_salt=salt, speculative=SpeculativePolicy(**own))
+        return fleet.choose(request, 1).proposers
+
+    every = proposers_of("")
+    assert Proposer.SUFFIX in every and every == proposers_of("own", report_rounds=True)
+    assert proposers_of("", report_rounds=True) == every - {Proposer.SUFFIX}
+    named = {"proposers": (Proposer.NGRAM, Proposer.SUFFIX)}
+    assert proposers_of("", report_rounds=True, proposers=(Proposer.NGRAM,)) == {Proposer.NGRAM}
+    assert proposers_of("own", report_rounds=True, **named) == proposers_of("", **named) == {*named["proposers"]}
+    with pytest.raises(InvalidRequest, match="speculative.report_rounds is True; it must be absent or false"):
+        proposers_of("", report_rounds=True, **named)
+
+
 def test_what_is_named_or_follows_is_not_chosen() -> None:
     """Claim: temperature 0 is GREEDY, a seed COUPLED, a rule named is that rule; each has its reason."""
     fleet = fleet_of()

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
+from specdec.errors import CacheExhausted, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import NO_TRACE
 from tests.support.pages import Page, Watched, free_address, read_page, read_text, watched
 from tests.support.records import changed, round_record
@@ -66,10 +67,8 @@ def check_sums(page: Page, outcomes: list[Outcome]) -> None:
     for part in TIMES:
         expected = sum(getattr(one.time, f"{part}_s") for one in statistics)
         assert page.value("specdec_round_time_seconds_total", part=part) == expected, part
-    assert page.value("specdec_generation_tokens_total") == sum(len(outcome.token_ids) for outcome in outcomes)
-    assert page.value("specdec_prompt_tokens_total") == sum(
-        outcome.finished.usage.prompt_tokens for outcome in outcomes
-    )
+    assert page.value("vllm:generation_tokens_total") == sum(len(outcome.token_ids) for outcome in outcomes)
+    assert page.value("vllm:prompt_tokens_total") == sum(outcome.finished.usage.prompt_tokens for outcome in outcomes)
 
 
 def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
@@ -152,18 +151,25 @@ def test_the_page_tells_five_proposers_apart():
 
 
 def check_latencies(page: Page, outcomes: list[Outcome]) -> None:
-    """One observation a request, one a token after the first round; the sums are the responses' own times."""
-    times = [outcome.finished.statistics.time for outcome in outcomes]
-    count = len(outcomes)
-    for name, field in (("time_to_first_token", "time_to_first_token_s"), ("e2e_request_latency", "total_s")):
-        assert page.value(f"specdec_{name}_seconds_count") == count
-        total = sum(getattr(one, field) for one in times)
-        assert page.value(f"specdec_{name}_seconds_sum") == pytest.approx(total, rel=1e-9)
-    assert page.value("specdec_request_queue_time_seconds_count") == count
-    tokens, gaps = sum(len(one.token_ids) for one in outcomes), "specdec_inter_token_latency_seconds"
-    assert page.value(f"{gaps}_count") == tokens - count, "the first round brings one token: there is no draft yet"
-    later_s = sum(one.total_s - one.time_to_first_token_s for one in times)
-    assert page.value(f"{gaps}_sum") == pytest.approx(later_s, rel=1e-6)
+    """One observation a request, one a round after the first; the sums are the responses' own times and counts."""
+    statistics = [outcome.finished.statistics for outcome in outcomes]
+    times, count = [own.time for own in statistics], len(outcomes)
+    tokens = [len(outcome.token_ids) for outcome in outcomes]
+    later_s = [own.total_s - own.time_to_first_token_s for own in times]
+    sums = {
+        "time_to_first_token_seconds": sum(own.time_to_first_token_s for own in times),
+        "e2e_request_latency_seconds": sum(own.total_s for own in times),
+        "request_time_per_output_token_seconds": sum(own / (count - 1) for own, count in zip(later_s, tokens)),
+        "request_prompt_tokens": sum(outcome.finished.usage.prompt_tokens for outcome in outcomes),
+        "request_generation_tokens": sum(tokens),
+    }
+    for name, total in sums.items():
+        assert page.value(f"vllm:{name}_count") == count, name
+        assert page.value(f"vllm:{name}_sum") == pytest.approx(total, rel=1e-9), name
+    assert page.value("vllm:request_queue_time_seconds_count") == count
+    gaps = "vllm:inter_token_latency_seconds"
+    assert page.value(f"{gaps}_count") == sum(own.rounds for own in statistics) - count
+    assert page.value(f"{gaps}_sum") == pytest.approx(sum(later_s), rel=1e-6)
 
 
 def check_target(page: Page, outcomes: list[Outcome]) -> None:
@@ -178,10 +184,12 @@ def check_target(page: Page, outcomes: list[Outcome]) -> None:
 
 
 def test_requests_are_counted_by_how_they_ended(services: Watched):
-    """Claim: each request adds one to one outcome: stop, length, cancelled, or the reason of its error; counters of a
-    running generation are included, and a slot is free again after each."""
-    client = services.services.client
+    """Claim: each request adds one to one outcome: stop, length, cancelled, or the reason of its error, and each
+    admitted one to one of vLLM's finished reasons; counters of a running generation are included, and a slot is free
+    again after each."""
+    client, counted = services.services.client, ("vllm:request_success_total", "finished_reason")
     before = services.page("coordinator").by_label("specdec_requests_total", "outcome")
+    finished_before = services.page("coordinator").by_label(*counted)
     assert {"stop", "length", "cancelled", "INVALID_FIELD", "REPLICA_UNAVAILABLE"} <= before.keys()
     client.generate(PROMPT, max_tokens=20, stop_token_ids=[0, 1, 2, 3, 4])
     client.generate(PROMPT, max_tokens=5, ignore_eos=True)
@@ -191,7 +199,7 @@ def test_requests_are_counted_by_how_they_ended(services: Watched):
     for _ in range(20):
         next(call)
     page = services.page("coordinator")
-    tokens = page.value("specdec_generation_tokens_total")
+    tokens = page.value("vllm:generation_tokens_total")
     assert tokens > 19 and page.value("specdec_requests_total") == sum(before.values()) + 3
     call.cancel()
     expected = {"stop": 1, "length": 1, "INVALID_FIELD": 1, "cancelled": 1}
@@ -202,8 +210,11 @@ def test_requests_are_counted_by_how_they_ended(services: Watched):
 
     until(lambda: gained() == expected)
     page = services.page("coordinator")
-    assert page.value("specdec_generation_tokens_total") >= tokens
-    assert page.value("specdec_num_requests_running") == 0 == page.value("specdec_num_requests_waiting")
+    finished = page.by_label(*counted)
+    gains = {reason: count - finished_before[reason] for reason, count in finished.items()}
+    assert gains == {"stop": 1, "length": 1, "abort": 1, "error": 0}, "a refused request was not admitted"
+    assert page.value("vllm:generation_tokens_total") >= tokens
+    assert page.value("vllm:num_requests_running") == 0 == page.value("vllm:num_requests_waiting")
 
 
 def test_no_counter_ever_falls(services: Watched):
@@ -226,6 +237,22 @@ def test_no_counter_ever_falls(services: Watched):
                 seen[key] = sample.value
     working.join()
     assert readings >= 5
+
+
+@pytest.mark.parametrize(
+    "error, reason", [(ReplicaUnavailable("lost"), "error"), (CacheExhausted("full"), "error"), (None, "abort")]
+)
+def test_finished_reasons_of_admitted_requests(error: SpecdecError | None, reason: str):
+    """Claim: an admitted request that fails is one more error, one whose client leaves one more abort, and one that
+    ends before it is admitted is none, whatever ended it."""
+    metrics = CoordinatorMetrics()
+    for is_admitted in (False, True):
+        request = RequestStatistics(metrics, NO_TRACE, "")
+        if is_admitted:
+            metrics.enter(request)
+        request.closed() if error is None else request.failed(error)
+        assert sum(metrics.finished_reasons.values()) == is_admitted
+    assert metrics.finished_reasons[reason] == 1 and sum(metrics.requests.values()) == 2
 
 
 def test_sums_are_equal_in_any_order():
@@ -275,7 +302,7 @@ def test_both_formats_and_nothing_else(services: Watched):
     address = services.addresses["coordinator"]
     for accepted in ("", "text/plain", "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"):
         text = read_text(address, accepted)
-        assert "\nvllm:spec_decode_num_drafts_total " in text
+        assert '\nvllm:spec_decode_num_drafts_total{engine="0",model_name="' in text
         assert text.endswith("# EOF\n") == ("openmetrics" in accepted)
     with pytest.raises(urllib.error.HTTPError) as refused:
         read_text(address, path="/")
@@ -296,8 +323,11 @@ def test_the_page_says_what_the_service_is(services: Watched):
     with coordinator, contextlib.closing(client):
         outcome = client.generate(PROMPT, max_tokens=5, ignore_eos=True)
         assert read_page(address).exemplars == {
-            f"specdec_{name}_seconds_bucket": {outcome.finished.trace_id}
-            for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time")
+            f"vllm:{name}_seconds_bucket": {outcome.finished.trace_id}
+            for name in (
+                *("time_to_first_token", "e2e_request_latency"),
+                *("request_queue_time", "request_time_per_output_token"),
+            )
         }
 
 

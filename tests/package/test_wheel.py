@@ -124,7 +124,7 @@ def test_the_sdist_holds_the_sources(distributions: tuple[Path, Path]) -> None:
     benchmarks and the recipe are in neither, and the embedded models and prompts in both."""
     with tarfile.open(distributions[1]) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    for package in ("coordinator", "draft_service", "target_service"):
+    for package in ("coordinator", "draft_service", "gateway", "target_service"):
         assert f"specdec/{package}/__init__.py" in names
     with zipfile.ZipFile(distributions[0]) as archive:
         inside = set(archive.namelist())

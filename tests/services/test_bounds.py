@@ -103,7 +103,7 @@ def test_a_named_plan_shrinks_beside_others_and_has_a_maximum(planted: Planted) 
     alone = planted.client.generate(**asked, seed=0)
     with ThreadPoolExecutor(STREAMS) as pool:
         texts = [pool.submit(planted.client.generate, **asked, seed=seed) for seed in range(STREAMS)]
-        until(lambda: read_page(planted.page).value("specdec_num_requests_running") == STREAMS)
+        until(lambda: read_page(planted.page).value("vllm:num_requests_running") == STREAMS)
         with pytest.raises(grpc.RpcError) as refused:
             planted.client.generate([1], max_tokens=1)
         beside = [text.result() for text in texts]
@@ -176,7 +176,7 @@ def test_a_reader_that_pauses_gets_its_whole_text(planted: Planted) -> None:
     Conclusive: the text is complete before it is read, its merged tail is larger than the limit, beyond which the
     client's own gRPC refuses a message, and all of it equals the text of a client that reads.
     """
-    count, counter = 3500, "specdec_generation_tokens_total"
+    count, counter = 3500, "vllm:generation_tokens_total"
     sampling = {"temperature": 0, "ignore_eos": True, "max_tokens": count, "logprobs": 20}
     end = read_page(planted.page).value(counter) + 2 * count
     options = [

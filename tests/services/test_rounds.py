@@ -120,6 +120,7 @@ def test_rounds_are_the_statistics(services: Services, rule: str, way: str) -> N
     Conclusive: both were counted apart, one by the coordinator and one here, and are compared with ==; the way offered
     what it says: trees have rounds of several paths, n-grams tokens of their proposer."""
     sampling, named = RULES[rule]
+    sampling = sampling | ({"cache_salt": "own"} if way == "both" else {})
     text, deltas = generated(services.client, WAYS[way] | named, **sampling)
     rounds = [own for delta in deltas for own in delta.rounds]
     if way in ("tree", "both"):
@@ -177,3 +178,19 @@ def test_merged_deltas_keep_their_rounds(services: Services) -> None:
     check_sums(text.finished.statistics, [own for delta in deltas for own in delta.rounds])
     check_tokens(deltas)
     assert text.comparable == beside.comparable
+
+
+def test_rounds_show_earlier_texts_of_a_salt_only(services: Services) -> None:
+    """Claim: with a salt the suffix proposer proposes to a request that reports rounds; without one, a request that
+    names it is refused with the field, though the store has the text. Conclusive: without rounds it proposes there."""
+    named, asked = fixed(7, proposers=["PROPOSER_SUFFIX"]), {"max_tokens": 120, "ignore_eos": True, **COUPLED}
+    for salt in ("", "own"):
+        for _ in range(2):  # the second time the store has the text
+            text = services.client.generate(PROMPT, speculative=named, cache_salt=salt, **asked)
+        assert text.finished.statistics.num_suffix_accepted_tokens
+    text, _ = generated(services.client, named, cache_salt="own", **COUPLED)
+    assert text.finished.statistics.num_suffix_accepted_tokens
+    with pytest.raises(grpc.RpcError) as refused:
+        services.client.generate(PROMPT, speculative=named | {"report_rounds": True}, **asked)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "speculative.report_rounds is True; it must be" in refused.value.details()

@@ -6,6 +6,9 @@ import contextlib
 import http.client
 import json
 import shutil
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,3 +157,52 @@ def streamed_texts(chunks: list[dict[str, Any]], count: int = 1) -> list[Text]:
                     own.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             own.reason = choice["finish_reason"]
     return texts
+
+
+class Streaming:
+    """A stream that a thread reads. `body`: what has come; `failed`: the error of the connection, if any."""
+
+    def __init__(self, address: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        self._connection = http.client.HTTPConnection(address, timeout=300.0)
+        told = {"Content-Type": "application/json", **(headers or {})}
+        self._connection.request("POST", path, json.dumps(body | {"stream": True}).encode(), told)
+        self._response = self._connection.getresponse()
+        self.status = self._response.status
+        self.body = b""
+        self.times_s: list[float] = []
+        self.failed: Exception | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            while line := self._response.readline():
+                self.times_s.append(time.monotonic())
+                self.body += line
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+            self.failed = error
+
+    @property
+    def event_count(self) -> int:
+        """Events that have come."""
+        return self.body.count(b"\n\n")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer has ended."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout_s: float = 300.0) -> bytes:
+        """Waits for the end and returns the whole body. Fails if the connection broke."""
+        self._thread.join(timeout_s)
+        assert self.has_ended, "the stream did not end"
+        assert self.failed is None, self.failed
+        return self.body
+
+    def leave(self) -> None:
+        """Closes the connection in mid-stream."""
+        sock = self._connection.sock
+        assert sock is not None
+        sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10.0)
+        self._connection.close()

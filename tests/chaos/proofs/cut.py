@@ -107,11 +107,11 @@ class World:
         """A metric of a service, summed over its labels."""
         address = self.services[role].metrics_address
         assert address is not None
-        return metric_values(address, f"specdec_{name}")
+        return metric_values(address, name if name.startswith("vllm:") else f"specdec_{name}")
 
     def is_at_work(self) -> bool:
         """Whether one text runs, with both replicas."""
-        pages = self.value("coordinator", "num_requests_running"), self.value("coordinator", "link_up")
+        pages = self.value("coordinator", "vllm:num_requests_running"), self.value("coordinator", "link_up")
         return (*pages, self.value("target", "sessions"), self.value("draft", "sessions")) == (1, 2, 1, 1)
 
     def call(self, text: Text) -> Call:
@@ -152,7 +152,7 @@ def observers(world: World, call: Call) -> dict[str, Callable[[], bool]]:
     """Whether an end has noticed, by its name."""
     return {
         "client": lambda: bool(call.ended_s) and call.code is not grpc.StatusCode.OK,
-        "generation": lambda: world.value("coordinator", "num_requests_running") == 0,
+        "generation": lambda: world.value("coordinator", "vllm:num_requests_running") == 0,
         "link": lambda: world.value("coordinator", "link_up") < 2,
         "target": lambda: world.value("target", "sessions") == 0,
         "draft": lambda: world.value("draft", "sessions") == 0,
@@ -176,7 +176,7 @@ def noticed_s(world: World, strike: Callable[[float], None], names: tuple[str, .
         return {name: found.get(name, STRIKE_S) for name in names}
     finally:
         call.close()
-        until(lambda: world.value("coordinator", "num_requests_running") == 0)
+        until(lambda: world.value("coordinator", "vllm:num_requests_running") == 0)
 
 
 @contextlib.contextmanager

@@ -235,7 +235,7 @@ def texts_of(count: int) -> list[Text]:
 def left_over(made: World) -> dict[str, float]:
     """Requests, sessions and cache blocks that the steady services still hold."""
     names = {
-        "coordinator": ("specdec_num_requests_running", "specdec_num_requests_waiting"),
+        "coordinator": ("vllm:num_requests_running", "vllm:num_requests_waiting"),
         "target": ("specdec_sessions", "specdec_kv_cache_usage_perc"),
         "draft": ("specdec_sessions", "specdec_kv_cache_usage_perc"),
     }
