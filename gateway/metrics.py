@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from specdec.telemetry.metrics import LATENCY_BOUNDS_S, Histogram, common_metrics, counter, gauge, histogram
+from specdec.telemetry.metrics import Histogram, common_metrics, counter, gauge, histogram
 
+DURATION_BOUNDS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 LAG_LOOK_S = 0.25
 OTHER = "other"  # the field of a refusal whose field is not in the table: labels are never words of clients
 
@@ -20,7 +21,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
-        self.durations = Histogram(LATENCY_BOUNDS_S)
+        self.durations = Histogram(DURATION_BOUNDS_S)
         self.refusals: Counter[tuple[str]] = Counter()
         self.open_count = 0
         self.resumed_count = 0

@@ -31,6 +31,8 @@ FILES = (
     "generation_config.json",
 )
 BYTES_PER_TOKEN_MAX = 64  # a text of more bytes than this per position is refused before it is tokenised
+NAME_LENGTH_MAX = 128  # of a variable's name in an error
+REASONING_EFFORT = "reasoning_effort"  # a field of a request, which only a template may know
 PIECE_COUNT_KEPT = 1 << 15
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
@@ -106,12 +108,9 @@ class Prompts:
         named = self.template.for_tools if tools else self.template
         for name in kwargs or {}:
             if name in RESERVED or name not in named.variables:
-                raise HttpError(
-                    400,
-                    f"chat_template_kwargs.{name} is not a variable of this model's chat template",
-                    "unknown_parameter",
-                    f"chat_template_kwargs.{name}",
-                )
+                field = name if name == REASONING_EFFORT else f"chat_template_kwargs.{name[:NAME_LENGTH_MAX]}"
+                sentence = f"{field} is not a variable of this model's chat template"
+                raise HttpError(400, sentence, "unknown_parameter", field)
         arguments = messages, tools, kwargs, add_generation_prompt, continue_final_message
         return await asyncio.to_thread(self._encode_chat, self.template, arguments, positions_max)
 

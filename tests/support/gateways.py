@@ -9,11 +9,15 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from specdec.engine.table_model import write_table_model
 from specdec.gateway.settings import GatewaySettings
 from specdec.launch.children import Child, start
 from tests.support.services import MODELS
@@ -206,3 +210,23 @@ class Streaming:
         sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(10.0)
         self._connection.close()
+
+
+def scripted_models(folder: Path, pieces: Sequence[str]) -> Path:
+    """Makes a table model that answers every prompt, at temperature 0, with these pieces, which must differ, a token
+    each, and then ends; returns its folder."""
+    size = len(pieces) + 2
+    logits = torch.zeros(size + 1, size + 1, size)
+    logits[:, -2:, 1] = 30.0  # after the last token of any prompt comes the first piece
+    for token_id in range(1, size - 1):
+        logits[:, token_id, (token_id + 1) % (size - 1)] = 30.0
+    write_table_model(folder, size, 2048, logits=logits)
+    words = {"<|end|>": 0, "<|prompt|>": size - 1} | {piece: at for at, piece in enumerate(pieces, 1)}
+    assert len(words) == size
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|prompt|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    return folder
