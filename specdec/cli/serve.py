@@ -40,10 +40,11 @@ def serve(settings: ServeSettings) -> int:
 
 
 def http_sentence(address: str) -> str:
-    """Returns the base URL for OpenAI's clients, and a command that tries it."""
+    """Returns the base URL for OpenAI's clients, the address of the page, and a command that tries the interface."""
     body = '{"prompt": "Once upon a time", "max_tokens": 32}'
     command = f"curl http://{address}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
-    return f"OpenAI's interface: base URL http://{address}/v1; try\n  {command}"
+    page = f"a page that shows the rounds: http://{address}/"
+    return f"OpenAI's interface: base URL http://{address}/v1; {page}; try\n  {command}"
 
 
 def _watch(settings: ServeSettings, serving: Serving) -> None:
