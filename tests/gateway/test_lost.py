@@ -54,7 +54,7 @@ def undisturbed(address: str) -> list[dict[str, Any]]:
 
 
 def run_and_check(address: str, expected: list[dict[str, Any]], at_event: int, lose: Any) -> int:
-    """Runs all streams, calls `lose` when one has so many events, and checks what every client got. Returns how many
+    """Runs all streams, calls `lose` when one has `at_event` events, and checks what every client got. Returns how many
     streams were running then."""
     streams = [Streaming(address, PATH, ALWAYS | own | OPTIONS) for own in STREAMS]
     until(lambda: max(stream.event_count for stream in streams) >= at_event, 60.0)
