@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from specdec import __version__
 from specdec.errors import ReplicaUnavailable, SpecdecError
@@ -24,31 +24,26 @@ from specdec.gateway import openapi
 from specdec.gateway.answers import Answer, Choice, Part
 from specdec.gateway.calls import ToolCallParser, format_of
 from specdec.gateway.errors import CONTEXT_LENGTH, HttpError, error_from, too_long
+from specdec.gateway.event_stream import EventStream, parts_of, start_all
 from specdec.gateway.gate import CLIENT_GONE, IDENTITY, Gate, Watched, read_whole
 from specdec.gateway.keys import Keys
 from specdec.gateway.metrics import OTHER, GatewayMetrics
 from specdec.gateway.page import page_routes
 from specdec.gateway.parameters import COMPLETION_TOKENS_DEFAULT, make_requests, salt_of
-from specdec.gateway.prompts import Prompts
+from specdec.gateway.prompts import Prompts, check_length
 from specdec.gateway.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Message,
-    Strict,
     TokenizeRequest,
     Tool,
-    read_body,
 )
 from specdec.gateway.settings import GatewaySettings
-from specdec.gateway.stream import Coordinators, merged
-from specdec.gateway.stream import Response as GrpcResponse
-from specdec.telemetry.logs import get_logger
+from specdec.gateway.stream import Coordinators
+from specdec.gateway.strict import Strict, read_body
 from specdec.telemetry.metrics_page import MetricsPage
 
-PING_S = 10.0  # silence after which a comment is sent: proxies cut at 50 to 60 s, some clients at 20
-PING = b": ping\n\n"
-STALL_S_MAX = 60.0  # for an answer that its client does not read
 THREAD_BODY_BYTES = 64 << 10  # a longer body is read beside the event loop
 Body = TypeVar("Body", bound=Strict)
 
@@ -124,6 +119,9 @@ class Gateway:
         if len(body.prompt) > 1 and (body.speculative.statistics or body.speculative.rounds):
             sentence = "speculative.statistics and speculative.rounds are of a single prompt"
             raise HttpError(400, sentence, "invalid_value", "speculative")
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                check_length(prompt, self._coordinators.description.target.positions_max, "prompt")
         async with Watched(request.receive, self.running):
             return await self._generate(request, body, body.prompt, None)
 
@@ -155,7 +153,7 @@ class Gateway:
         answer = Answer(body, choices, self.model, prompt_ids, described.num_speculative_tokens_max)
         headers = {"x-request-id": answer.request_id}
         if body.stream:
-            return EventStream(answer, streams, headers, self)
+            return EventStream(answer, streams, headers, self.running, self.count)
         parts: list[list[Part]] = [[] for _ in choices]
         async with aclosing(parts_of(streams, choices)) as found:
             async for choice, part in found:
@@ -290,115 +288,6 @@ class Gateway:
             watched.stop(HttpError(503, "the gateway stops; send the request again", "stopping"))
 
 
-class EventStream(Response):
-    """An answer as server-sent events."""
-
-    def __init__(
-        self,
-        answer: Answer,
-        streams: list[AsyncGenerator[GrpcResponse, None]],
-        headers: dict[str, str],
-        gateway: Gateway,
-    ) -> None:
-        self._answer, self._streams, self._gateway = answer, streams, gateway
-        self._last_s = time.monotonic()
-        self.background = None
-        more = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        self.init_headers(headers | more | {"x-accel-buffering": "no"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async with Watched(receive, self._gateway.running) as watched:
-                pinging = asyncio.create_task(self._ping(send, watched))
-                try:
-                    await self._send_all(send)
-                finally:
-                    pinging.cancel()
-        except Exception as error:
-            described = error_from(error)
-            if described.status == 500:
-                get_logger().error("stream failed", error=repr(error))
-            self._gateway.count(described)
-            if described.status == CLIENT_GONE:
-                return
-            await send(chunk(b"data: " + described.body + b"\n\n"))
-        finally:
-            await close_all(self._streams)
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _send_all(self, send: Send) -> None:
-        answer = self._answer
-        if first := answer.first_chunks():
-            await send(chunk(first))
-        async with aclosing(parts_of(self._streams, answer.choices)) as found:
-            async for choice, part in found:
-                await send(chunk(answer.chunks(choice, part)))
-                self._last_s = time.monotonic()
-        await send(chunk(answer.last_chunks()))
-
-    async def _ping(self, send: Send, watched: Watched) -> None:
-        """Sends a comment whenever nothing was sent for a while; ends the stream of a client that reads nothing."""
-        while True:
-            silence_s = time.monotonic() - self._last_s
-            if silence_s < PING_S:
-                await asyncio.sleep(PING_S - silence_s)
-                continue
-            try:
-                async with asyncio.timeout(STALL_S_MAX):
-                    await send(chunk(PING))
-            except TimeoutError:
-                watched.stop(HttpError(CLIENT_GONE, "the client reads nothing", "client_gone"))
-                return
-            self._last_s = time.monotonic()
-
-
-def chunk(data: bytes) -> dict[str, Any]:
-    """Returns the message of ASGI that sends some bytes of a body."""
-    return {"type": "http.response.body", "body": data, "more_body": True}
-
-
 def plain(values: Sequence[Message] | Sequence[Tool] | None) -> Any:
     """Returns messages or tools as the objects that a template takes: as they were sent, without absent fields."""
     return None if values is None else [value.model_dump(exclude_unset=True, exclude_none=True) for value in values]
-
-
-async def start_all(streams: Sequence[AsyncGenerator[GrpcResponse, None]], choices: Sequence[Choice]) -> None:
-    """Waits for the start of all texts. Raises the first error, and has closed all streams then."""
-
-    async def start(stream: AsyncGenerator[GrpcResponse, None], choice: Choice) -> None:
-        choice.started = (await anext(stream)).started
-
-    tasks = [asyncio.create_task(start(stream, choice)) for stream, choice in zip(streams, choices)]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await close_all(streams)
-        raise
-
-
-async def parts_of(
-    streams: list[AsyncGenerator[GrpcResponse, None]], choices: list[Choice]
-) -> AsyncGenerator[tuple[Choice, Part], None]:
-    """Yields the parts of all texts until each has ended."""
-    left = len(choices)
-    async with aclosing(merged(streams)) as responses:
-        async for index, response in responses:
-            choice = choices[index]
-            if choice.has_ended:
-                continue
-            part = choice.take(response.delta) if response.HasField("delta") else choice.end(response.finished)
-            if part is not None:
-                yield choice, part
-                left -= part.reason is not None
-                if not left:
-                    return
-
-
-async def close_all(streams: Sequence[AsyncGenerator[GrpcResponse, None]]) -> None:
-    """Closes the streams, which cancels their requests."""
-    for stream in streams:
-        await stream.aclose()

@@ -27,7 +27,7 @@ class Door(H11Protocol):
 
     connection_count_max = 1024  # of the process; set once, before the port opens
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
         self._late: asyncio.TimerHandle | None = None
         if len(self.connections) > self.connection_count_max:

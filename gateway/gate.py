@@ -21,7 +21,7 @@ from specdec.settings import is_loopback
 BODY_BYTES_MAX = 4 << 20
 BODY_S_MAX = 30.0
 OPEN_PATHS = frozenset(("/health", "/ping", *PAGE_PATHS))  # that need no key
-CLIENT_GONE = 499  # never sent: nobody reads it
+CLIENT_GONE = 499  # never sent: it has no reader
 IDENTITY = "specdec.identity"  # in the scope: the name of the key
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from specdec import __version__
-from specdec.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
+from specdec.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from specdec.gateway.strict import Strict
 
 FILE = Path(__file__).with_name("openapi.json")
 POSTS: dict[str, tuple[type[Strict], str]] = {
@@ -62,8 +63,8 @@ ERROR = {
 
 def describe() -> dict[str, Any]:
     """Returns the description."""
-    models = [(model, "validation") for model, _ in POSTS.values()]
-    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    models: list[tuple[Any, Any]] = [(model, "validation") for model, _ in POSTS.values()]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
     refused = {
         status: {
             "description": words,

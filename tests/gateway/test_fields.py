@@ -9,7 +9,8 @@ import pytest
 
 from specdec.gateway import openapi
 from specdec.gateway.fields import BY_ENDPOINT, CHAT, COMPLETIONS, TABLE, Fate, Field
-from specdec.gateway.requests import ChatRequest, CompletionRequest, Strict
+from specdec.gateway.requests import ChatRequest, CompletionRequest
+from specdec.gateway.strict import Strict
 from tests.hygiene.sources import ROOT
 from tests.support.gateways import ask
 
