@@ -161,6 +161,21 @@ def test_a_loss_that_lasts_is_an_error_event(services: Services, models: tuple[P
         until(lambda: ask(child.address, "/health").status == 503)
 
 
+@pytest.mark.more
+def test_a_silent_stream_gets_comments(services: Services, models: tuple[Path, Path]) -> None:
+    """Claim: a stream that has nothing to say for 10 s, here as its coordinator is gone, gets a comment, which readers
+    of events pass over, and the error event at its end."""
+    killed, client = services.start_coordinator()
+    client.close()
+    with gateway(killed.address, model=models[0], resume_timeout_s=14.0) as child:
+        stream = Streaming(child.address, PATH, ALWAYS | {"max_tokens": 4000})
+        until(lambda: stream.event_count > 10)
+        killed.process.kill()
+        killed.stop(0.0)
+        body = stream.result()
+        assert body.count(b": ping\n\n") == 1 and body.index(b": ping") < body.index(b"target_unavailable")
+
+
 def test_a_full_coordinator_is_passed_over(services: Services, models: tuple[Path, Path]) -> None:
     """Claim: with all places taken at one coordinator a request goes to the next; with all taken everywhere it is 503
     `overloaded` with Retry-After."""
