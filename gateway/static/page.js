@@ -28,6 +28,7 @@ function say(text) {
 function showError(error) {
   $("error").textContent = error.message;
   $("error").hidden = false;
+  if (error.status === 404) state.model = ""; // it may be another one by now
   if (error.status === 401) {
     $("key-field").hidden = false;
     form.elements.key.focus();
