@@ -17,7 +17,7 @@ from tests.support.services import Services, running
 from tests.support.waiting import until
 
 PATH = "/v1/completions"
-TOKENS, POSITIONS = 120, 8192
+TOKENS, POSITIONS = 200, 8192
 STREAMS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0, "prompt": [1, 2]},
@@ -54,10 +54,10 @@ def undisturbed(address: str) -> list[dict[str, Any]]:
 
 
 def run_and_check(address: str, expected: list[dict[str, Any]], at_event: int, lose: Any) -> int:
-    """Runs all streams, calls `lose` when one has `at_event` events, and checks what every client got. Returns how many
+    """Runs all streams, calls `lose` at event `at_event` of all, and checks what every client got. Returns how many
     streams were running then."""
     streams = [Streaming(address, PATH, ALWAYS | own | OPTIONS) for own in STREAMS]
-    until(lambda: max(stream.event_count for stream in streams) >= at_event, 60.0)
+    until(lambda: sum(stream.event_count for stream in streams) >= at_event, 60.0)
     running_count = sum(not stream.has_ended for stream in streams)
     lose()
     for own, whole, stream in zip(STREAMS, expected, streams):
@@ -111,7 +111,7 @@ def test_a_lost_target_is_a_pause(services: Services, models: tuple[Path, Path])
     Conclusive: SIGKILL while tokens arrive; streams of all three rules; ids and text are compared to those of the same
     request before, or counted and decoded again.
     """
-    assert lost_target(services, models, [12]) >= 6
+    assert lost_target(services, models, [60]) >= 4
 
 
 @pytest.mark.more
@@ -119,7 +119,7 @@ def test_a_lost_target_is_a_pause(services: Services, models: tuple[Path, Path])
 def test_a_target_may_be_lost_at_any_point(services: Services, models: tuple[Path, Path]) -> None:
     """Claim: as before, at 50 points from the first event on."""
     draw = random.Random(5)
-    assert lost_target(services, models, [1, 2, 3, *(draw.randint(1, 60) for _ in range(47))]) >= 300
+    assert lost_target(services, models, [1, 2, 3, *(draw.randint(1, 400) for _ in range(47))]) >= 200
 
 
 @pytest.mark.lengthy
@@ -135,7 +135,7 @@ def test_a_lost_coordinator_is_a_pause(services: Services, models: tuple[Path, P
             killed.process.kill()
             killed.stop(0.0)
 
-        assert run_and_check(child.address, expected, 10, lose) >= 6
+        assert run_and_check(child.address, expected, 40, lose) >= 4
         assert metric(child.address, "specdec_gateway_resumptions_total") >= 2, "none ran there"
         assert ask(child.address, PATH, ALWAYS | {"max_tokens": 5}).status == 200
 
