@@ -72,7 +72,7 @@ def test_serve_starts_and_keeps_the_gateway(tmp_path: Path) -> None:
             assert ask(address[1], "/v1/completions", body).status == 200
             if shutil.which("curl"):
                 tried = subprocess.run(shlex.split(lines[3]), capture_output=True, text=True, check=True).stdout
-                assert json.loads(tried)["usage"]["completion_tokens"] > 0, tried
+                assert json.loads(tried)["choices"][0]["finish_reason"] in ("stop", "length"), tried
             first = child_of(serve.pid, "gateway")
             assert first is not None
             os.kill(first, signal.SIGKILL)
