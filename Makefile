@@ -51,6 +51,13 @@ lint: install  ## Check types, style and format (a few minutes the first time).
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
+# A browser is a package of the system: as root on Debian it is installed, elsewhere it must be there.
+$(VENV)/.page-installed: $(VENV)/.installed
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[page]'
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && echo 'Installing chromium ...' \
+	  && apt-get -qq update && apt-get -qq install --no-install-recommends -y chromium >/dev/null; }
+	@touch $@
+
 test: install  ## Run the tests (some 9 minutes on two cores).
 	@{ $(BIN)/python -m pytest -q -m 'not slow and not more' $(BESIDE) \
 	  && $(BIN)/python -m pytest -q -m 'not slow and not more' $(TIMED); } \
@@ -59,6 +66,7 @@ test: install  ## Run the tests (some 9 minutes on two cores).
 
 test-more: install  ## Run the longer tests that make test leaves out (20 to 30 minutes).
 	@$(MAKE) --no-print-directory $(VENV)/.chat-installed || echo 'No chat model: the tests that need it are skipped.'
+	@$(MAKE) --no-print-directory $(VENV)/.page-installed || echo 'No browser: the tests that need it are skipped.'
 	@$(BIN)/python -m pytest -q -m 'more and not slow' $(BESIDE)
 	@$(BIN)/python -m pytest -q -m 'more and not slow' $(TIMED)
 

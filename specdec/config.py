@@ -27,6 +27,7 @@ from specdec.settings import (
     SECURITY,
     SPECULATION,
     Address,
+    HttpSettings,
     ListenAddress,
     LogLevel,
     ProposerNames,
@@ -316,7 +317,7 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings, 
 
 
 class ServeSettings(
-    ServiceSettings,
+    HttpSettings,
     EngineSettings,
     PrefixSettings,
     HeadSettings,
@@ -325,7 +326,7 @@ class ServeSettings(
     CallerSettings,
     RecordSettings,
 ):
-    """All three services on this machine; --host, --port and TLS are the coordinator's, the others use loopback."""
+    """All services on this machine; --host, --port and TLS are the coordinator's, the replicas use loopback."""
 
     model: str = setting(str(EMBEDDED_MODELS / "target"), MODEL, "Target model: folder or hub id.", min_length=1)
     draft_model: str = setting(

@@ -190,3 +190,32 @@ class ServiceSettings(TlsSettings):
     def _check_host(self) -> ServiceSettings:
         self.check_reach(self.host, "--host")
         return self
+
+
+def check_http_reach(host: str, api_keys_file: Path | None, insecure: bool) -> None:
+    """Raises ValueError for an HTTP port beyond this machine with neither keys nor --insecure."""
+    if not (is_loopback(host) or api_keys_file or insecure):
+        raise ValueError(
+            f"--host {host} reaches beyond this machine: give --api-keys-file for HTTP, or --insecure to serve anyone"
+        )
+
+
+class HttpSettings(ServiceSettings):
+    """A service with the HTTP gateway beside it."""
+
+    http_port: int | None = setting(
+        None,
+        CONNECTION,
+        "Port of OpenAI's HTTP interface, on --host; 0 selects a free port. Absent: none.",
+        ge=0,
+        le=65535,
+    )
+    api_keys_file: Path | None = setting(
+        None, SECURITY, "File of names and hashes of HTTP keys, made by specdec gateway --new-key; absent: no keys."
+    )
+
+    @model_validator(mode="after")
+    def _check_http(self) -> HttpSettings:
+        if self.http_port is not None:
+            check_http_reach(self.host, self.api_keys_file, self.insecure)
+        return self

@@ -23,6 +23,7 @@ from specdec.cli.request import GenerateSettings
 from specdec.cli.trace import TraceSettings
 from specdec.distill.settings import DistillSettings
 from specdec.errors import SpecdecError
+from specdec.gateway.settings import GatewaySettings
 from specdec.launch import child_events as events
 from specdec.terminal import print_defects_as_text, print_text
 
@@ -56,6 +57,11 @@ COMMANDS = {
         "Runs the coordinator: accepts requests, collects draft tokens, has the target verify them.",
         config.CoordinatorSettings,
         "specdec.cli.service:run_coordinator",
+    ),
+    "gateway": Command(
+        "Runs the HTTP gateway: OpenAI's interface in front of coordinators.",
+        GatewaySettings,
+        "specdec.cli.service:run_gateway",
     ),
     "generate": Command(
         "Sends a prompt to a coordinator and prints the text as it is committed.",

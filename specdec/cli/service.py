@@ -1,4 +1,4 @@
-"""`specdec target`, `draft` and `coordinator`: one service in this process, until a stop signal.
+"""`specdec target`, `draft`, `coordinator` and `gateway`: one service in this process, until a stop signal.
 
 The service's package, and with it torch or grpc, is imported only here, after the settings passed validation.
 """
@@ -10,10 +10,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.errors import ConfigError
+from specdec.gateway.settings import GatewaySettings
 from specdec.launch import child_events as events
 from specdec.launch.ranks import ranks_of_machine
 from specdec.rpc.process import postpone_collection
 from specdec.streams import say
+from specdec.terminal import print_text
 
 
 def run_target(settings: TargetSettings) -> int:
@@ -41,6 +44,22 @@ def run_coordinator(settings: CoordinatorSettings) -> int:
     from specdec.coordinator.service import run
 
     return _serve(run(settings, on_ready("coordinator")))
+
+
+def run_gateway(settings: GatewaySettings) -> int:
+    """Serves HTTP, or prints a new key."""
+    if settings.new_key is not None:
+        from specdec.gateway.keys import new_key
+
+        key, line = new_key(settings.new_key)
+        print_text(f"key, shown this once:    {key}\nline for the keys' file: {line}")
+        return 0
+    try:
+        from specdec.gateway.service import run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the gateway needs {error.name}: pip install 'specdec[gateway]'") from None
+
+    return _serve(run(settings, on_ready("gateway")))
 
 
 def on_ready(name: str) -> Callable[[str], None]:

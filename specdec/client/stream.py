@@ -51,7 +51,7 @@ class Client:
         """Yields the messages of one text, one `started` among them. Close it to cancel the request. Raises the
         coordinator's SpecdecError, and Mismatch if the text could only be resumed by another model."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        text = _Text(request)
+        text = Continuation(request)
         lost_s: float | None = None
         is_over = False
         while True:
@@ -93,10 +93,11 @@ class Client:
         return run
 
 
-class _Text:
-    """What came of a text: the request that goes on with it."""
+class Continuation:
+    """What came of a text: `request` goes on with it. A drawn seed, or the rule REJECTION, stays that of the start."""
 
     def __init__(self, request: Request) -> None:
+        """`request` is copied."""
         self.request = Request()
         self.request.CopyFrom(request)
         self.started: coordinator_pb.Started | None = None
@@ -113,4 +114,6 @@ class _Text:
         self.started = own
         if own.rule == types_pb.RULE_COUPLED:
             self.request.sampling.seed = own.seed
+        elif own.rule == types_pb.RULE_REJECTION:
+            self.request.speculative.rule = own.rule
         return before is None

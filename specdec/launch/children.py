@@ -40,6 +40,8 @@ def arguments_of(settings: Settings) -> list[str]:
     for name, value in settings:
         if isinstance(value, bool):
             arguments.append(flag_of(name) if value else flag_of(f"no_{name}"))
+        elif isinstance(value, tuple):
+            arguments += [f"{flag_of(name)}={entry}" for entry in value]
         elif value is not None:
             arguments.append(f"{flag_of(name)}={value}")
     return arguments

@@ -1,4 +1,4 @@
-"""The three services of a pair on this machine, started in order and stopped together.
+"""The services of a pair on this machine, and the gateway if asked for, started in order and stopped together.
 
 Target and draft load at the same time, their tokenizers are compared, then the coordinator starts. Whether a service
 that ends is started again is known elsewhere (`specdec.launch.supervisor`).
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from specdec.config import ServeSettings, TlsSettings
 from specdec.errors import Mismatch
 from specdec.folders import local_folder
+from specdec.gateway.settings import beside
 from specdec.launch.children import KILL_GRACE_S, LOADING_S_MAX, Child, start, stop_all, wait_all_ready
 from specdec.protocol.types import Description
 from specdec.terminal import make_console
@@ -25,10 +26,11 @@ INSECURE = TlsSettings(insecure=True)
 
 @dataclass(slots=True)
 class Serving:
-    """Services that serve: `children` are target, draft if there is one, and coordinator; all that are in the list at
-    the end are stopped. `descriptions` of "target" and "draft"."""
+    """Services that serve: `children` are target, draft if there is one, and coordinator, `gateways` the gateway, if
+    there is one; all that are in the lists at the end are stopped. `descriptions` of "target" and "draft"."""
 
     children: list[Child] = field(default_factory=list)
+    gateways: list[Child] = field(default_factory=list)
     descriptions: dict[str, Description] = field(default_factory=dict)
 
     @property
@@ -45,6 +47,8 @@ def running(settings: ServeSettings) -> Iterator[Serving]:
     from specdec.rpc.ports import check_port
 
     check_port(settings.host, settings.port)  # before two models are loaded
+    if settings.http_port is not None:
+        check_port(settings.host, settings.http_port, "--http-port")
     if not local_folder(settings.model).is_dir():
         open_with_bar(settings.model)  # fetched or converted once: target and draft both read its tokenizer
     names = "target and draft" if settings.has_draft else "the target"
@@ -55,7 +59,11 @@ def running(settings: ServeSettings) -> Iterator[Serving]:
             _start(settings, serving)
         yield serving
     finally:
-        stop_all(reversed(serving.children), settings.drain_grace_s + KILL_GRACE_S)
+        grace_s = settings.drain_grace_s + KILL_GRACE_S
+        try:
+            stop_all(serving.gateways, grace_s)
+        finally:
+            stop_all(reversed(serving.children), grace_s)
 
 
 def _start(settings: ServeSettings, serving: Serving) -> None:
@@ -69,6 +77,9 @@ def _start(settings: ServeSettings, serving: Serving) -> None:
     coordinator = settings.coordinator_settings(addresses["target"], addresses.get("draft"))
     serving.children.append(start("coordinator", coordinator))
     serving.children[-1].wait_ready()
+    if settings.http_port is not None:
+        serving.gateways.append(start("gateway", beside(settings, serving.address)))
+        serving.gateways[-1].wait_ready()
 
 
 async def _described(settings: ServeSettings, addresses: dict[str, str]) -> dict[str, Description]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from specdec.errors import ConfigError, ReplicaUnavailable
+from specdec.gateway.settings import GatewaySettings
 from specdec.launch.children import Child, start
 from specdec.settings import ServiceSettings, split_address
 from specdec.streams import warn
@@ -20,6 +21,7 @@ EFFECTS = {  # of the loss of a service, while it is away
     "target": "texts under way end and say how to resume",
     "draft": "texts go on without its guesses",
     "coordinator": "texts under way are lost, and their clients may resume them",
+    "gateway": "HTTP requests under way are lost",
 }
 
 
@@ -27,10 +29,10 @@ class Keeper:
     """Keeps one service of `children` running; the list always holds the current process, at the same index.
 
     Make it once the service is ready; its settings give the command line of a restart. Without the draft the others go
-    on; a target or coordinator that is given up ends all.
+    on; any other service that is given up ends all.
     """
 
-    def __init__(self, children: list[Child], index: int, settings: ServiceSettings) -> None:
+    def __init__(self, children: list[Child], index: int, settings: ServiceSettings | GatewaySettings) -> None:
         self._children = children
         self._index = index
         self._settings = settings.model_copy(update={"port": split_address(self._child.address)[1]})
@@ -46,7 +48,7 @@ class Keeper:
     def look(self, now_s: float) -> None:
         """Checks and restarts the service. Call it often, in the thread that started the children; it does not block.
 
-        Raises ReplicaUnavailable when it gives up a target or coordinator.
+        Raises ReplicaUnavailable when it gives up another service than the draft.
         """
         if self._is_given_up:
             return

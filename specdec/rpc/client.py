@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
 import grpc
@@ -70,9 +70,10 @@ async def call_stream(
     request: Message,
     response_class: type[Response],
     timeout_s: float | None = None,
+    metadata: Sequence[tuple[str, str]] = (),
 ) -> AsyncGenerator[Response, None]:
     """Sends one request, yields its answers. Closing the generator cancels the call. Raises as `call_unary` does."""
-    call = channel.unary_stream(method)(request.SerializeToString(), timeout=timeout_s)
+    call = channel.unary_stream(method)(request.SerializeToString(), timeout=timeout_s, metadata=tuple(metadata))
     try:
         async for data in call:
             yield response_class.FromString(data)

@@ -119,9 +119,29 @@ TABLE = (
         MODEL_LIBRARIES + NETWORK_LIBRARIES,
     ),
     Imports(
+        "specdec.gateway",
+        (
+            "specdec.__version__",
+            "specdec.process_watch",
+            "specdec.errors",
+            "specdec.folders",
+            "specdec.settings",
+            "specdec.config",
+            "specdec.tokenizer_file",
+            "specdec.telemetry",
+            "specdec.rpc",
+            "specdec.client",
+            "specdec.chat",
+            "specdec.v1",
+            *VALUES,
+        ),
+        MODEL_LIBRARIES,
+    ),
+    Imports(
         "specdec.launch",
         (
             "specdec.errors",
+            "specdec.gateway.settings",
             "specdec.folders",
             "specdec.terminal",
             "specdec.streams",
@@ -243,6 +263,9 @@ TABLE = (
             "specdec.coordinator.service",
             "specdec.draft_service.service",
             "specdec.target_service.service",
+            "specdec.gateway.service",
+            "specdec.gateway.settings",
+            "specdec.gateway.keys",
             *VALUES,
         ),
         MODEL_LIBRARIES,
@@ -273,11 +296,12 @@ TABLE = (
             "specdec.cli",
             "specdec.advise.settings",
             "specdec.distill.settings",
+            "specdec.gateway.settings",
         ),
         MODEL_LIBRARIES + NETWORK_LIBRARIES,
     ),
     *(
         Imports(f"specdec.{program}.__main__", ("specdec.cli.main", "specdec.streams"), MODEL_LIBRARIES)
-        for program in ("cli", "draft_service", "target_service", "coordinator")
+        for program in ("cli", "draft_service", "target_service", "coordinator", "gateway")
     ),
 )

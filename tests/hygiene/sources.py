@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT_FOLDERS = ("specdec", "draft_service", "target_service", "coordinator", "models", "bench")
+PRODUCT_FOLDERS = ("specdec", "draft_service", "target_service", "coordinator", "gateway", "models", "bench")
 GENERATED = "specdec/v1/"
-LINKED = ("draft_service", "target_service", "coordinator")  # imported through links in specdec/
+LINKED = ("draft_service", "target_service", "coordinator", "gateway")  # imported through links in specdec/
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -29,6 +29,7 @@ EDGES_OF_THE_WIRE = frozenset(
         "specdec.replica.app",
         "specdec.launch.serving",
         "specdec.client",
+        "specdec.gateway",
     }
 )
 PLACES = {line.package: place for place, line in enumerate(TABLE)}

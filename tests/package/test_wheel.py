@@ -121,15 +121,16 @@ def test_the_other_commands_are_there(installed: Installation) -> None:
 
 def test_the_sdist_holds_the_sources(distributions: tuple[Path, Path]) -> None:
     """Claim: the sdist builds by itself: it holds the build file and, as plain files, every package of the wheel; the
-    benchmarks and the recipe are in neither, and the embedded models and prompts in both."""
+    benchmarks and the recipe are in neither, and the embedded models, prompts and the gateway's page in both."""
     with tarfile.open(distributions[1]) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    for package in ("coordinator", "draft_service", "target_service"):
+    for package in ("coordinator", "draft_service", "gateway", "target_service"):
         assert f"specdec/{package}/__init__.py" in names
     with zipfile.ZipFile(distributions[0]) as archive:
         inside = set(archive.namelist())
     data = {path for path in project_files() if path.startswith("specdec/embedded/")}
-    assert len(data) > 20 and data <= names and data <= inside
+    data |= {f"specdec/{path}" for path in project_files() if path.startswith("gateway/static/")}
+    assert len(data) > 25 and data <= names and data <= inside
     strays = {name for name in names | inside if {"bench", "models"} & {*name.split("/")[:2]}}
     assert not strays, strays
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names

@@ -1,0 +1,144 @@
+"""Every field of a request, and what becomes of it: honoured, metadata that changes nothing, or refused.
+
+This is the one table: the request models, docs/http.md and openapi.json are tested against it. A refused field may
+have a value that asks for nothing (`neutral`), which clients send; absent and null always ask for nothing. Nothing else
+is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+
+class Fate(enum.Enum):
+    """What becomes of a field."""
+
+    HONOURED = "honoured"
+    METADATA = "metadata"
+    REFUSED = "refused"
+
+
+CHAT, COMPLETIONS = "chat", "completions"
+BOTH = (CHAT, COMPLETIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field. `where`: the endpoints that know it; `meaning`: what it becomes, or why it is refused."""
+
+    name: str
+    fate: Fate
+    meaning: str
+    where: tuple[str, ...] = BOTH
+    neutral: tuple[Any, ...] = ()
+
+    @property
+    def row(self) -> str:
+        """Its row in the table of docs/http.md."""
+        neutral = ", ".join(f"`{shown(value)}`" for value in self.neutral)
+        return f"| `{self.name}` | {', '.join(self.where)} | {self.fate.value} | {self.meaning} | {neutral} |"
+
+
+def shown(value: Any) -> str:
+    """Returns a value as JSON has it."""
+    import json
+
+    return json.dumps(value)
+
+
+def _honoured(name: str, meaning: str, where: tuple[str, ...] = BOTH) -> Field:
+    return Field(name, Fate.HONOURED, meaning, where)
+
+
+def _metadata(name: str, meaning: str, where: tuple[str, ...] = BOTH) -> Field:
+    return Field(name, Fate.METADATA, meaning, where)
+
+
+def _refused(name: str, meaning: str, *neutral: Any, where: tuple[str, ...] = BOTH) -> Field:
+    return Field(name, Fate.REFUSED, meaning, where, neutral)
+
+
+GRAMMAR = "output under a grammar is not offered"
+VOCABULARY = "the set of tokens is not restricted; use `logit_bias`"
+TABLE = (
+    _honoured("model", "the served name; another is 404"),
+    _honoured("messages", "the prompt, by the model's chat template; `prompt.token_ids`", (CHAT,)),
+    _honoured("prompt", "text or token ids, or at most 64 of them: a choice each", (COMPLETIONS,)),
+    _honoured("max_completion_tokens", "`sampling.max_tokens`; chat without: what fits; completions: 16"),
+    _honoured("max_tokens", "older name of `max_completion_tokens`; both must be equal"),
+    _honoured("min_tokens", "`sampling.min_tokens`"),
+    _honoured("temperature", "`sampling.temperature`"),
+    _honoured("top_p", "`sampling.top_p`"),
+    _honoured("top_k", "`sampling.top_k`; -1 is all, as 0"),
+    _honoured("min_p", "`sampling.min_p`"),
+    _honoured("repetition_penalty", "`sampling.repetition_penalty`"),
+    _honoured("presence_penalty", "`sampling.presence_penalty`"),
+    _honoured("frequency_penalty", "`sampling.frequency_penalty`"),
+    _honoured("logit_bias", "`sampling.logit_bias`"),
+    _honoured("seed", "`sampling.seed`: its 64 bits, also of a negative one"),
+    _honoured("stop", "`sampling.stop`; the text of a special token is its id in `sampling.stop_token_ids` too"),
+    _honoured("stop_token_ids", "`sampling.stop_token_ids`"),
+    _honoured("ignore_eos", "`sampling.ignore_eos`"),
+    _honoured("logprobs", "`sampling.logprobs`; chat: true or false, completions: 0 to 20"),
+    _honoured("top_logprobs", "`sampling.logprobs`, 0 to 20; needs `logprobs`", (CHAT,)),
+    _honoured("return_tokens_as_token_ids", "tokens of log-probabilities are `token_id:ID`"),
+    _honoured("return_token_ids", "`prompt_token_ids`, and `token_ids` of each choice"),
+    _honoured("stream", "server-sent events"),
+    _honoured("stream_options", "`include_usage`: a last chunk with the usage"),
+    _honoured("prediction", "`prediction.text`: guesses, never a change of the text"),
+    _honoured("cache_salt", "`cache_salt`, with the name of the key"),
+    _honoured("speculative", "`speculative`; also `statistics` and `rounds` of the answer"),
+    _honoured("tools", "given to the template; calls in the text are `tool_calls`", (CHAT,)),
+    _honoured("tool_choice", "`auto`, or `none`: as without `tools`", (CHAT,)),
+    _honoured("parallel_tool_calls", "false: the answer ends after its first call", (CHAT,)),
+    _honoured("add_generation_prompt", "of the template; true by default", (CHAT,)),
+    _honoured("continue_final_message", "the answer continues the last message", (CHAT,)),
+    _honoured("chat_template_kwargs", "variables that the template names; another is 400", (CHAT,)),
+    _honoured("reasoning_effort", "that variable of the template; 400 if it names none", (CHAT,)),
+    _metadata("user", "a name of the client's own"),
+    _metadata("metadata", "at most 16 pairs of the client's own"),
+    _metadata("safety_identifier", "a name of the client's own"),
+    _metadata("prompt_cache_key", "prefixes are found by their tokens"),
+    _metadata("store", "false only: nothing is stored"),
+    _metadata("service_tier", "`auto` or `default`: there is one"),
+    _refused("n", "several texts a prompt are not offered", 1),
+    _refused("best_of", "several texts a prompt are not offered", 1, where=(COMPLETIONS,)),
+    _refused("use_beam_search", "text is drawn, not searched", False),
+    _refused("length_penalty", "of beam search", 1, 1.0),
+    _refused("echo", "the prompt is not part of the answer", False, where=(COMPLETIONS,)),
+    _refused("suffix", "text is not inserted", "", where=(COMPLETIONS,)),
+    _refused("prompt_logprobs", "log-probabilities are of the answer"),
+    _refused("response_format", GRAMMAR, {"type": "text"}, where=(CHAT,)),
+    _refused("structured_outputs", GRAMMAR),
+    _refused("guided_json", GRAMMAR),
+    _refused("guided_regex", GRAMMAR),
+    _refused("guided_choice", GRAMMAR),
+    _refused("guided_grammar", GRAMMAR),
+    _refused("bad_words", VOCABULARY, []),
+    _refused("allowed_token_ids", VOCABULARY),
+    _refused("logits_processors", "no code of clients is run", []),
+    _refused("functions", "use `tools`", [], where=(CHAT,)),
+    _refused("function_call", "use `tool_choice`", "none", "auto", where=(CHAT,)),
+    _refused("audio", "text only", where=(CHAT,)),
+    _refused("modalities", "text only", ["text"], where=(CHAT,)),
+    _refused("web_search_options", "nothing is searched", where=(CHAT,)),
+    _refused("moderation", "nothing is moderated", where=(CHAT,)),
+    _refused("verbosity", "no template knows it", "medium", where=(CHAT,)),
+    _refused("prompt_cache_options", "prefixes are cached as there is space", where=(CHAT,)),
+    _refused("prompt_cache_retention", "prefixes are cached as there is space", "in_memory", where=(CHAT,)),
+    _refused("chat_template", "templates of requests are not run", where=(CHAT,)),
+    _refused("documents", "use `messages`", [], where=(CHAT,)),
+    _refused("prompt_embeds", "prompts are text or token ids", where=(COMPLETIONS,)),
+    _refused("mm_processor_kwargs", "text only", where=(CHAT,)),
+    _refused(
+        "add_special_tokens", "the tokenizer's own rules hold; the template's in chat", True, where=(COMPLETIONS,)
+    ),
+    _refused("skip_special_tokens", "special tokens have no text", True),
+    _refused("spaces_between_special_tokens", "special tokens have no text", True),
+    _refused("include_stop_str_in_output", "a stop string is not part of the text", False),
+    _refused("truncate_prompt_tokens", "a prompt is not shortened"),
+    _refused("priority", "requests have none", 0),
+)
+BY_ENDPOINT = {endpoint: {field.name: field for field in TABLE if endpoint in field.where} for endpoint in BOTH}

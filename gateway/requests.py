@@ -1,0 +1,296 @@
+"""The bodies of requests as pydantic models: what a client may send, checked before anything is made of it.
+
+Every object says which of its keys is unknown; every list and string has a bound. What a refused field may hold is
+known to `fields`; ranges of sampling parameters are the coordinator's, whose errors name field, value and limit.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic.json_schema import WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from specdec.gateway.fields import CHAT, COMPLETIONS
+from specdec.gateway.strict import NAME_LENGTH_MAX, Strict, bounded_json
+
+UINT32_MAX = (1 << 32) - 1
+PROMPT_COUNT_MAX = 64
+MESSAGE_COUNT_MAX = 4096
+PART_COUNT_MAX = 1024  # of one message
+TOOL_COUNT_MAX = 128
+TEXT_LENGTH_MAX = 1 << 22  # of anything: as long as a body
+KWARGS_BYTES_MAX = 64 << 10  # of the template's variables
+TOOLS_BYTES_MAX = 256 << 10
+
+TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
+Count = Annotated[int, Field(ge=0, le=UINT32_MAX)]
+Text = Annotated[str, Field(max_length=TEXT_LENGTH_MAX)]
+Name = Annotated[str, Field(max_length=NAME_LENGTH_MAX)]
+
+
+class StreamOptions(Strict):
+    """Parts of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class TextPart(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Prediction(Strict):
+    """Text expected in the answer."""
+
+    type: Literal["content"] = "content"
+    content: Text | Annotated[list[TextPart], Field(max_length=PART_COUNT_MAX, fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Speculative(Strict):
+    """Speculation of the request, and what the answer says of it: `statistics` at its end, `rounds` with its tokens."""
+
+    enabled: bool | None = None
+    num_speculative_tokens: Count | None = None
+    rule: Literal["greedy", "rejection", "coupled"] | None = None
+    policy: Literal["auto", "fixed", "off"] | None = None
+    draft_window: Count | None = None
+    draft_nodes_per_step: Count | None = None
+    draft_wait_ms: float | None = None
+    draft_siblings: Count | None = None
+    proposers: Annotated[
+        list[Literal["draft", "ngram", "suffix", "prediction", "heads"]], Field(max_length=8, fail_fast=True)
+    ] = []
+    statistics: bool = False
+    rounds: bool = False
+
+
+class CalledFunction(Strict):
+    """The function of an earlier call; `arguments` is text of JSON."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Strict):
+    """An earlier call."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    """A message. The fields that answers of some servers have beside these may be null or empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=PART_COUNT_MAX, fail_fast=True)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=TOOL_COUNT_MAX, fail_fast=True)] | None = None
+    tool_call_id: Name | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class Function(Strict):
+    """A function that may be called; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def _check_choice(value: Any) -> Any:
+    if value not in ("auto", "none"):
+        why = "only auto and none are supported: a required or named call needs a grammar"
+        raise PydanticCustomError("unsupported_parameter", "{why}", {"why": why})
+    return value
+
+
+def _check_prompt(value: Any) -> Any:
+    """Returns a prompt as a list of prompts, each a text or token ids. Bounds come before any walk over a list."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("invalid_type", "it must be a text, token ids, or a list of some of them")
+    prompts = [value] if type(value[0]) is int else value
+    if len(prompts) > PROMPT_COUNT_MAX:
+        facts = {"size": len(prompts), "limit": PROMPT_COUNT_MAX}
+        raise PydanticCustomError("too_long", "it has {size} prompts; at most {limit} are taken", facts)
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            if not all(type(token_id) is int and 0 <= token_id <= UINT32_MAX for token_id in prompt):
+                raise PydanticCustomError("invalid_type", "token ids must be integers from 0 to 4294967295")
+        elif not isinstance(prompt, str):
+            raise PydanticCustomError("invalid_type", "it must be a text, token ids, or a list of some of them")
+        if not prompt:
+            raise PydanticCustomError("invalid_value", "a prompt is empty; it must have at least one token")
+    return prompts
+
+
+def _check_biases(value: dict[str, float]) -> dict[str, float]:
+    for key in value:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) <= UINT32_MAX):
+            raise PydanticCustomError("invalid_value", 'its keys must be token ids, such as "5"')
+    return value
+
+
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": UINT32_MAX}, "minItems": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": PROMPT_COUNT_MAX},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": UINT32_MAX}},
+            "minItems": 1,
+            "maxItems": PROMPT_COUNT_MAX,
+        },
+    ]
+}
+Prompt = Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(PROMPT_SCHEMA)]
+Stops = Annotated[list[Text], Field(max_length=16, fail_fast=True)]
+
+
+class Generation(Strict):
+    """The fields that both endpoints have."""
+
+    model: Name | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
+    min_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024), AfterValidator(_check_biases)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: Text | Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    prediction: Prediction | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)] | None = None
+    speculative: Speculative = Speculative()
+    user: Name | None = None
+    metadata: Annotated[dict[str, Name], Field(max_length=16)] | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Generation:
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise PydanticCustomError(
+                "invalid_value", "max_tokens and max_completion_tokens must be equal, or one absent"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("invalid_value", "stream_options needs stream: true")
+        return self
+
+    @property
+    def output_count_max(self) -> int | None:
+        """The most output tokens, by either name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    endpoint = CHAT
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGE_COUNT_MAX, fail_fast=True)]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: (
+        Annotated[list[Tool], Field(max_length=TOOL_COUNT_MAX, fail_fast=True), bounded_json(TOOLS_BYTES_MAX)] | None
+    ) = None
+    tool_choice: Annotated[
+        Any, AfterValidator(_check_choice), WithJsonSchema({"enum": ["auto", "none"], "type": "string"})
+    ] = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], bounded_json(KWARGS_BYTES_MAX)] | None = None
+    reasoning_effort: Name | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("invalid_value", "top_logprobs needs logprobs: true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PydanticCustomError("invalid_value", "continue_final_message excludes add_generation_prompt: true")
+        return self
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions."""
+
+    endpoint = COMPLETIONS
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: of a text, or of messages."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGE_COUNT_MAX, fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+    tools: (
+        Annotated[list[Tool], Field(max_length=TOOL_COUNT_MAX, fail_fast=True), bounded_json(TOOLS_BYTES_MAX)] | None
+    ) = None
+    chat_template_kwargs: Annotated[dict[str, Any], bounded_json(KWARGS_BYTES_MAX)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("invalid_value", "give prompt or messages, one of the two")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
