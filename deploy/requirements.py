@@ -1,8 +1,8 @@
 """Prints the packages that an image installs, as pip's --require-hashes reads them: sections of requirements.lock.
 
-Their source is pyproject.toml: coordinator and gateway run no model, so their images go without what only models need. The
-variable TORCH_INDEX_URL names another index of torch, whose files have other hashes: the version alone is pinned there.
-Used while images are built, where nothing but Python is there: standard library only.
+Their source is pyproject.toml: coordinator and gateway run no model, so their images go without what only models need.
+The variable TORCH_INDEX_URL names another index of torch, whose files have other hashes: the version alone is pinned
+there. Used while images are built, where nothing but Python is there: standard library only.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def test_it_fits_the_specification() -> None:
 
 
 def test_everything_comes_up_with_one_command() -> None:
-    """Claim: the file has the three services and the gateway, Jaeger 2, Prometheus and Grafana, each on an existing network, and only
-    loopback reaches them from outside."""
+    """Claim: the file has the three services and the gateway, Jaeger 2, Prometheus and Grafana, each on an existing
+    network, and only loopback reaches them from outside."""
     services = compose()["services"]
     assert services.keys() == {*OWN, "jaeger", "prometheus", "grafana"}
     assert services["jaeger"]["image"].startswith("jaegertracing/jaeger:2.")
