@@ -29,7 +29,7 @@ from specdec.gateway.gate import CLIENT_GONE, IDENTITY, Gate, Watched, read_whol
 from specdec.gateway.keys import Keys
 from specdec.gateway.metrics import OTHER, GatewayMetrics
 from specdec.gateway.parameters import COMPLETION_TOKENS_DEFAULT, make_requests, salt_of
-from specdec.gateway.prompts import Prompts
+from specdec.gateway.prompts import Prompts, check_length
 from specdec.gateway.requests import (
     ChatRequest,
     CompletionRequest,
@@ -117,6 +117,9 @@ class Gateway:
         if len(body.prompt) > 1 and (body.speculative.statistics or body.speculative.rounds):
             sentence = "speculative.statistics and speculative.rounds are of a single prompt"
             raise HttpError(400, sentence, "invalid_value", "speculative")
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                check_length(prompt, self._coordinators.description.target.positions_max, "prompt")
         async with Watched(request.receive, self.running):
             return await self._generate(request, body, body.prompt, None)
 

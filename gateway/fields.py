@@ -91,7 +91,7 @@ TABLE = (
     _honoured("cache_salt", "`cache_salt`, with the name of the key"),
     _honoured("speculative", "`speculative`; also `statistics` and `rounds` of the answer"),
     _honoured("tools", "given to the template; calls in the text are `tool_calls`", (CHAT,)),
-    _honoured("tool_choice", "`auto` or `none`", (CHAT,)),
+    _honoured("tool_choice", "`auto`, or `none`: as without `tools`", (CHAT,)),
     _honoured("parallel_tool_calls", "false: the answer ends after its first call", (CHAT,)),
     _honoured("add_generation_prompt", "of the template; true by default", (CHAT,)),
     _honoured("continue_final_message", "the answer continues the last message", (CHAT,)),

@@ -63,8 +63,8 @@ ERROR = {
 
 def describe() -> dict[str, Any]:
     """Returns the description."""
-    models = [(model, "validation") for model, _ in POSTS.values()]
-    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]  # a list is invariant
+    models: list[tuple[Any, Any]] = [(model, "validation") for model, _ in POSTS.values()]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
     refused = {
         status: {
             "description": words,

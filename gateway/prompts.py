@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec.chat.special_tokens import read_present, special_tokens_of
 from specdec.chat.template import RESERVED, ChatTemplate
@@ -34,6 +35,8 @@ BYTES_PER_TOKEN_MAX = 64  # a text of more bytes than this per position is refus
 NAME_LENGTH_MAX = 128  # of a variable's name in an error
 REASONING_EFFORT = "reasoning_effort"  # a field of a request, which only a template may know
 PIECE_COUNT_KEPT = 1 << 15
+WORKER_COUNT = 2  # of threads that tokenise: a long text takes tens of megabytes, which each thread keeps
+Result = TypeVar("Result")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
 
@@ -63,6 +66,18 @@ def bytes_of_letters() -> dict[str, int]:
 LETTERS = bytes_of_letters()
 
 
+def check_length(text: str, positions_max: int, param: str) -> None:
+    """Raises HttpError for a text that cannot fit the model, whatever its tokens are."""
+    limit = positions_max * BYTES_PER_TOKEN_MAX
+    size = len(text) if len(text) > limit else len(text.encode("utf-8", "replace"))
+    if size > limit:
+        sentence = (
+            f"This model's maximum context length is {positions_max} tokens. However, your {param} has {size} bytes or "
+            f"more; at most {limit} are read. Please reduce its length."
+        )
+        raise HttpError(400, sentence, CONTEXT_LENGTH, param)
+
+
 class Prompts:
     """The tokenizer and the chat template of a model folder; `template` is None where it has none. Raises ModelRefused
     for files that cannot be used."""
@@ -80,6 +95,7 @@ class Prompts:
         self._special = {token.content: token_id for token_id, token in added.items() if token.special}
         self._is_byte_level = "ByteLevel" in json.dumps(content.get("decoder") or {})
         self.piece = lru_cache(PIECE_COUNT_KEPT)(self._piece)
+        self._workers = ThreadPoolExecutor(WORKER_COUNT, "prompts")
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of the special token with this text; it has no text in an answer, so as a stop it is an id."""
@@ -87,8 +103,8 @@ class Prompts:
 
     async def encode(self, text: str, positions_max: int, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a text. Raises HttpError for one far too long for the model."""
-        self._check_length(text, positions_max, "prompt")
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        check_length(text, positions_max, "prompt")
+        return await self._beside(self._encode, text, add_special_tokens)
 
     async def encode_chat(
         self,
@@ -112,7 +128,7 @@ class Prompts:
                 sentence = f"{field} is not a variable of this model's chat template"
                 raise HttpError(400, sentence, "unknown_parameter", field)
         arguments = messages, tools, kwargs, add_generation_prompt, continue_final_message
-        return await asyncio.to_thread(self._encode_chat, self.template, arguments, positions_max)
+        return await self._beside(self._encode_chat, self.template, arguments, positions_max)
 
     def _encode_chat(self, template: ChatTemplate, arguments: tuple[Any, ...], positions_max: int) -> list[int]:
         try:
@@ -121,25 +137,19 @@ class Prompts:
             raise HttpError(500, str(error), "template_error") from None
         except ConfigError as error:
             raise HttpError(400, str(error), "invalid_value", "messages") from None
-        self._check_length(text, positions_max, "messages")
+        check_length(text, positions_max, "messages")
         return self._encode(text, False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
-    def _check_length(self, text: str, positions_max: int, param: str) -> None:
-        size, limit = len(text.encode("utf-8", "replace")), positions_max * BYTES_PER_TOKEN_MAX
-        if size > limit:
-            sentence = (
-                f"This model's maximum context length is {positions_max} tokens. However, your {param} has {size} "
-                f"bytes, more than {limit}. Please reduce its length."
-            )
-            raise HttpError(400, sentence, CONTEXT_LENGTH, param)
+    async def _beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work, *arguments)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of some ids, special tokens included."""
-        return await asyncio.to_thread(self._tokenizer.decode, list(token_ids), skip_special_tokens=False)
+        return await self._beside(partial(self._tokenizer.decode, list(token_ids), skip_special_tokens=False))
 
     def _piece(self, token_id: int) -> tuple[str, bytes]:
         """Returns the string and the bytes that a token stands for; the string of a part of a character is U+FFFD."""

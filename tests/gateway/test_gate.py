@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -15,7 +18,9 @@ from specdec.errors import ConfigError
 from specdec.gateway.door import HEAD_BYTES_MAX
 from specdec.gateway.keys import hash_of, new_key, read_keys
 from specdec.gateway.parameters import salt_of
+from specdec.launch.children import start
 from specdec.settings import split_address
+from tests.support.certificates import Authority
 from tests.support.gateways import ask, gateway
 from tests.support.services import Services
 from tests.support.waiting import until
@@ -172,3 +177,22 @@ def test_half_a_head_is_refused_in_time(address: str) -> None:
             assert answer.startswith(b"HTTP/1.1 408") and 8 < time.monotonic() - start_s < 25, answer
             while connection.recv(65536):
                 pass
+
+
+def test_tls_in_front_and_mutual_tls_behind(services: Services, tmp_path: Path) -> None:
+    """Claim: with --http-ssl-certfile the port speaks TLS only, and with the three files of --ssl-certfile the gateway
+    uses a coordinator that demands certificates. Conclusive: the client trusts the one authority; plain HTTP fails."""
+    authority = Authority("gateway test")
+    files = authority.issue(tmp_path / "own")
+    three = {name: getattr(files, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+    settings = services.settings.model_copy(update={**three, "insecure_links": True})
+    with start("coordinator", settings) as coordinator:
+        own = {"http_ssl_certfile": files.ssl_certfile, "http_ssl_keyfile": files.ssl_keyfile, **three}
+        with gateway(coordinator.wait_ready(), **own) as child:
+            trust = ssl.create_default_context(cadata=authority.pem.decode())
+            connection = http.client.HTTPSConnection(child.address, timeout=30, context=trust)
+            connection.request("POST", PATH, json.dumps(LEAST), {"Content-Type": "application/json"})
+            assert connection.getresponse().status == 200
+            connection.close()
+            with pytest.raises((OSError, http.client.HTTPException)):
+                ask(child.address, "/health")

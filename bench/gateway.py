@@ -1,0 +1,147 @@
+"""What the gateway adds to gRPC: CPU per event, time to the first token and per event, throughput, start and memory.
+
+`python -m bench.gateway` runs the same texts through `Generate` and through HTTP, in turn, on the same services, and
+prints ratios. CPU times are those of a process that does nothing else: the gateway, and a bare gRPC reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from bench import harness
+from specdec.client.request import make_request
+from specdec.client.stream import Client
+from specdec.gateway.settings import GatewaySettings
+from specdec.launch.children import Child, start
+from specdec.settings import split_address
+
+PROMPT = [7, 300, 1200, 45, 9] * 40  # of 200 tokens
+BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+async def through_grpc(address: str, count: int, seed: int) -> AsyncGenerator[float, None]:
+    """Yields the time of the start of a text, and that of each event, in seconds."""
+    request = make_request(PROMPT, temperature=0.0, ignore_eos=True, max_tokens=count, cache_salt=str(seed))
+    async with Client(address, resume_s=0.0) as client:
+        yield time.perf_counter()
+        async with aclosing(client.messages(request)) as messages:
+            async for message in messages:
+                if message.HasField("delta"):
+                    yield time.perf_counter()
+
+
+async def through_http(address: str, count: int, seed: int) -> AsyncGenerator[float, None]:
+    """As `through_grpc`, over HTTP."""
+    reader, writer = await asyncio.open_connection(*split_address(address))
+    data = json.dumps(BODY | {"max_tokens": count, "cache_salt": str(seed)}).encode()
+    lines = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close")
+    head = "\r\n".join([*lines, f"Content-Length: {len(data)}"])
+    yield time.perf_counter()
+    writer.write(head.encode() + b"\r\n\r\n" + data)
+    while line := await reader.readline():
+        if line.startswith(b'data: {"id"') and b'"finish_reason":null' in line:
+            yield time.perf_counter()
+    writer.close()
+
+
+async def measure(way: Any, address: str, count: int, width: int, seed: int) -> tuple[float, list[float], list[float]]:
+    """Runs texts, `width` at once; returns the seconds of all, the times to the first event, and between events."""
+    firsts: list[float] = []
+    gaps: list[float] = []
+
+    async def one(number: int) -> None:
+        times = [own async for own in way(address, count, seed * 1000 + number)]
+        firsts.append(times[1] - times[0])
+        gaps.extend(later - sooner for sooner, later in zip(times[1:], times[2:]))
+
+    begin_s = time.perf_counter()
+    await asyncio.gather(*(one(number) for number in range(width)))
+    return time.perf_counter() - begin_s, firsts, gaps
+
+
+def bare_reader(address: str, count: int, width: int, results: Any) -> None:
+    """A process that reads texts by gRPC and does nothing else; puts its CPU seconds and its number of events."""
+
+    async def run() -> tuple[float, int]:
+        await measure(through_grpc, address, 16, 1, 1)  # connects, imports
+        begin_s = time.process_time()
+        _, firsts, gaps = await measure(through_grpc, address, count, width, 2)
+        return time.process_time() - begin_s, len(firsts) + len(gaps)
+
+    results.put(asyncio.run(run()))
+
+
+def cpu_s(child: Child) -> float:
+    """CPU seconds of a process so far."""
+    with open(f"/proc/{child.process.pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+def quantiles_ms(values: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile, in milliseconds."""
+    ordered = sorted(values)
+    return 1000 * statistics.median(ordered), 1000 * ordered[int(0.99 * (len(ordered) - 1))]
+
+
+def report(grpc_address: str, gateway: Child, count: int, repeats: int) -> None:
+    """Prints the comparison."""
+    context = multiprocessing.get_context("spawn")
+    for width in (1, 32):
+        results = context.Queue()
+        before_s = cpu_s(gateway)
+        events = 0
+        ways: dict[str, list[Any]] = {"grpc": [], "http": []}
+        for repeat in range(repeats):
+            for name, way, address in (("grpc", through_grpc, grpc_address), ("http", through_http, gateway.address)):
+                ways[name].append(asyncio.run(measure(way, address, count, width, repeat)))
+        events = sum(len(firsts) + len(gaps) for _, firsts, gaps in ways["http"])
+        per_event_us = 1e6 * (cpu_s(gateway) - before_s) / events
+        reader = context.Process(target=bare_reader, args=(grpc_address, count, width, results))
+        reader.start()
+        reader_s, reader_events = results.get(timeout=600)
+        reader.join()
+        bare_us = 1e6 * reader_s / reader_events
+        print(
+            f"{width} streams: CPU {per_event_us:.0f} µs an event, bare reader {bare_us:.0f}, "
+            f"ratio {per_event_us / bare_us:.2f}"
+        )
+        for what, place in (("first event", 1), ("between events", 2)):
+            (one, one_99), (two, two_99) = (
+                quantiles_ms([value for run in ways[name] for value in run[place]]) for name in ("grpc", "http")
+            )
+            print(
+                f"  {what}: gRPC {one:.2f} ms (p99 {one_99:.2f}), HTTP {two:.2f} (p99 {two_99:.2f}), "
+                f"added {two - one:+.2f}"
+            )
+        ratios = [one[0] / two[0] for one, two in zip(ways["grpc"], ways["http"])]
+        print(f"  throughput of HTTP / gRPC: {statistics.median(ratios):.3f}")
+
+
+def main() -> None:
+    """Starts services and a gateway, and compares."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=200, help="of each text")
+    parser.add_argument("--repeats", type=int, default=5)
+    asked = parser.parse_args()
+    with harness.running(coordinator={"speculation_policy": "auto"}, threads=1) as services:
+        address = services.coordinator.address
+        begin_s = time.perf_counter()
+        with start("gateway", GatewaySettings(port=0, address=(address,), log_level="error")) as gateway:
+            gateway.wait_ready()
+            print(f"start {time.perf_counter() - begin_s:.1f} s")
+            asyncio.run(measure(through_http, gateway.address, 50, 4, 99))
+            report(address, gateway, asked.tokens, asked.repeats)
+            print(f"memory {gateway.memory_peak_bytes / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
