@@ -13,7 +13,7 @@ TIMED := $(addprefix tests/,bench/test_network.py bench/test_placement.py chaos 
   traces/test_shares.py)
 BESIDE := -n auto --maxprocesses 8 --dist loadfile $(addprefix --ignore=,$(TIMED))
 
-.PHONY: help install demo demo-chat lint test test-more test-fast test-long bench bench-quick bench-engine proto lock digests clean
+.PHONY: help install demo demo-chat lint test test-more test-fast test-clients test-long bench bench-quick bench-engine proto lock digests clean
 
 help:  ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -64,6 +64,9 @@ test-more: install  ## Run the longer tests that make test leaves out (20 to 30 
 
 test-fast: install  ## Run the unit tests only (under a minute).
 	@$(BIN)/python -m pytest -q -m 'not slow and not more and not lengthy' tests/protocol tests/exactness tests/hygiene tests/rpc
+
+test-clients: install  ## Run programs of others against serve, each in an environment of its own (some 3 GB, 15 minutes).
+	@$(BIN)/python -m tests.clients
 
 test-long: install  ## Run everything: also large samples, sweeps, 1,000 prompts on and off (hours).
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
