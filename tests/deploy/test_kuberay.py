@@ -111,7 +111,8 @@ def test_the_page_builds_the_image_that_is_run() -> None:
 
 def test_the_page_names_what_is_there() -> None:
     """Claim: pods, containers, the job, the addresses of coordinator and gateway, the clients' label and folders that
-    the section names are those of the manifests; and services are started as the job does it, since the image has no script."""
+    the section names are those of the manifests; and services are started as the job does it, since the image has no
+    script."""
     text, objects = section(), overlay("kuberay")
     everyone = {pod.labels["app.kubernetes.io/component"]: pod for pod in pods(objects)}
     asked = set(re.findall(r"-l app\.kubernetes\.io/component=([\w-]+)", text))
