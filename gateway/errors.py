@@ -58,7 +58,7 @@ def param_of(field: str, prompt_param: str) -> str:
     message, _, name = field.partition(".")
     if message == "prompt":
         return prompt_param
-    return name if message == "sampling" else field
+    return name.partition("[")[0] if message == "sampling" else field
 
 
 def error_from(error: BaseException, prompt_param: str = "prompt") -> HttpError:

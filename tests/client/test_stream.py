@@ -46,6 +46,7 @@ def delta(first: int, *token_ids: int) -> pb.GenerateResponse:
     text = "".join(map(str, token_ids))
     lengths = [1] * len(token_ids)
     own = pb.Delta(first_output_index=first, token_ids=token_ids, kinds=kinds, text=text, text_lengths=lengths)
+    own.rounds.add(round_index=0, num_output_tokens=len(token_ids))
     return pb.GenerateResponse(delta=own)
 
 
@@ -77,17 +78,21 @@ async def scripted(*calls: Sequence[Step]) -> AsyncIterator[tuple[str, list[pb.G
 @pytest.mark.parametrize("error", [LOST, CacheExhausted("full", RETRY_S), DeliveryStalled("not read"), None])
 async def test_a_lost_stream_goes_on(error: SpecdecError | None) -> None:
     """Claim: a stream that is lost twice after its start, or just ends, and refused once between, is one text for its
-    reader: one start, each token once, one end. Each further request has the tokens that came and the seed in force.
+    reader: one start, each token once with its round, one end. Each further request has the tokens that came, the seed
+    in force, and asks for rounds as the first did.
 
     Conclusive: the events are compared whole, and what the server was asked is what it got on the wire.
     """
     lost = [error] if error else []
     calls = [started(), delta(0, 1, 2), *lost], lost, [started(), delta(2, 3), *lost], [started(), FINISHED]
-    request = make_request("x", [9], temperature=1.0)
+    request = make_request("x", [9], temperature=1.0, report_rounds=True)
     async with scripted(*calls) as (address, requests), Client(address) as client:
         events = [event async for event in client.generate(request)]
     assert [type(event) for event in events] == [Started, Delta, Delta, Finished]
-    assert [event.token_ids for event in events if isinstance(event, Delta)] == [(1, 2), (3,)]
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert [event.token_ids for event in deltas] == [(1, 2), (3,)]
+    assert [own.num_output_tokens for event in deltas for own in event.rounds] == [2, 1]
+    assert all(request.speculative.report_rounds for request in requests)
     received = [list(request.resume.output_token_ids) for request in requests]
     assert received == [[9], [9, 1, 2], [9, 1, 2], [9, 1, 2, 3]]
     assert [request.sampling.seed for request in requests] == [0, 7, 7, 7]

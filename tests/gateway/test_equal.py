@@ -29,7 +29,7 @@ WORDS_OF_WIRE = ("policy", "rule")
 
 def random_request(draw: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A path, a body of HTTP, and the fields of gRPC that mean the same but for the prompt."""
-    fields: dict[str, Any] = {"max_tokens": draw.randint(1, 14), "temperature": draw.choice([0, 0.7, 1, 1.3])}
+    fields: dict[str, Any] = {"max_tokens": draw.randint(1, 9), "temperature": draw.choice([0, 0.7, 1, 1.3])}
     if fields["temperature"] or draw.random() < 0.3:
         fields["seed"] = draw.getrandbits(64)
     for name, value in (
@@ -120,4 +120,4 @@ def test_http_gives_what_grpc_gives(services: Services, address: str) -> None:
     with ThreadPoolExecutor(WIDTH) as pool:
         found = list(pool.map(compare, asked))
     assert len(found) == REQUEST_COUNT
-    assert sum(count for count, _ in found) > 3 * REQUEST_COUNT and sum(has for _, has in found) > REQUEST_COUNT / 4
+    assert sum(count for count, _ in found) > 2 * REQUEST_COUNT and sum(has for _, has in found) > REQUEST_COUNT / 4

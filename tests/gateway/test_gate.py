@@ -164,6 +164,7 @@ def test_heads_and_bodies_have_bounds(address: str) -> None:
     assert ask(address, "/health").status == 200
 
 
+@pytest.mark.more
 def test_half_a_head_is_refused_in_time(address: str) -> None:
     """Claim: a connection that sends half a head, or nothing, is answered 408 and closed after 10 s."""
     halves = [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "]

@@ -12,7 +12,7 @@ import pytest
 from specdec.config import TargetSettings, split_address
 from specdec.engine.table_model import write_table_model
 from specdec.launch.children import Child, start
-from tests.support.gateways import Streaming, ask, events_of, gateway, streamed_texts
+from tests.support.gateways import Streaming, ask, events_of, gateway, metric, streamed_texts
 from tests.support.services import Services, running
 from tests.support.waiting import until
 
@@ -54,10 +54,10 @@ def undisturbed(address: str) -> list[dict[str, Any]]:
 
 
 def run_and_check(address: str, expected: list[dict[str, Any]], at_event: int, lose: Any) -> int:
-    """Runs all streams, calls `lose` when one has `at_event` events, and checks what every client got. Returns how many
+    """Runs all streams, calls `lose` at event `at_event` of all, and checks what every client got. Returns how many
     streams were running then."""
     streams = [Streaming(address, PATH, ALWAYS | own | OPTIONS) for own in STREAMS]
-    until(lambda: max(stream.event_count for stream in streams) >= at_event, 60.0)
+    until(lambda: sum(stream.event_count for stream in streams) >= at_event, 60.0)
     running_count = sum(not stream.has_ended for stream in streams)
     lose()
     for own, whole, stream in zip(STREAMS, expected, streams):
@@ -95,8 +95,7 @@ def lost_target(services: Services, models: tuple[Path, Path], points: list[int]
                         target = start("target", again)
 
                     running_count += run_and_check(child.address, expected, point, lose)
-                resumed = ask(child.address, "/metrics").body.decode().partition("resumptions_total ")[2].split()[0]
-                assert float(resumed) > 0
+                assert metric(child.address, "specdec_gateway_resumptions_total") >= len(points)
                 return running_count
         finally:
             target.stop(0.0)
@@ -112,7 +111,7 @@ def test_a_lost_target_is_a_pause(services: Services, models: tuple[Path, Path])
     Conclusive: SIGKILL while tokens arrive; streams of all three rules; ids and text are compared to those of the same
     request before, or counted and decoded again.
     """
-    assert lost_target(services, models, [30]) >= 6
+    assert lost_target(services, models, [60]) >= 4
 
 
 @pytest.mark.more
@@ -120,7 +119,7 @@ def test_a_lost_target_is_a_pause(services: Services, models: tuple[Path, Path])
 def test_a_target_may_be_lost_at_any_point(services: Services, models: tuple[Path, Path]) -> None:
     """Claim: as before, at 50 points from the first event on."""
     draw = random.Random(5)
-    assert lost_target(services, models, [1, 2, 3, *(draw.randint(1, 120) for _ in range(47))]) >= 300
+    assert lost_target(services, models, [1, 2, 3, *(draw.randint(1, 400) for _ in range(47))]) >= 200
 
 
 @pytest.mark.lengthy
@@ -136,9 +135,8 @@ def test_a_lost_coordinator_is_a_pause(services: Services, models: tuple[Path, P
             killed.process.kill()
             killed.stop(0.0)
 
-        assert run_and_check(child.address, expected, 20, lose) >= 6
-        page = ask(child.address, "/metrics").body.decode()
-        assert float(page.partition("specdec_gateway_resumptions_total ")[2].split()[0]) >= 2, "none ran there"
+        assert run_and_check(child.address, expected, 40, lose) >= 4
+        assert metric(child.address, "specdec_gateway_resumptions_total") >= 2, "none ran there"
         assert ask(child.address, PATH, ALWAYS | {"max_tokens": 5}).status == 200
 
 

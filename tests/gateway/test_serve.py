@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +70,9 @@ def test_serve_starts_and_keeps_the_gateway(tmp_path: Path) -> None:
             assert lines[2] + lines[3] == http_sentence(address[1]) + "\n"
             body = {"model": "seven", "prompt": "<1>", "max_tokens": 3}
             assert ask(address[1], "/v1/completions", body).status == 200
+            if shutil.which("curl"):
+                tried = subprocess.run(shlex.split(lines[3]), capture_output=True, text=True, check=True).stdout
+                assert json.loads(tried)["choices"][0]["finish_reason"] in ("stop", "length"), tried
             first = child_of(serve.pid, "gateway")
             assert first is not None
             os.kill(first, signal.SIGKILL)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -194,3 +197,24 @@ def test_rounds_show_earlier_texts_of_a_salt_only(services: Services) -> None:
         services.client.generate(PROMPT, speculative=named | {"report_rounds": True}, **asked)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "speculative.report_rounds is True; it must be" in refused.value.details()
+
+
+def test_the_command_shows_the_rounds(services: Services) -> None:
+    """Claim: `specdec generate --rounds` prints the text alone to standard output and a line per round to standard
+    error; with `--json` the messages have the rounds, and standard error is empty. Conclusive: the text and the number
+    of rounds are those of the statistics in the messages."""
+    command = [sys.executable, "-m", "specdec.cli", "generate", "<1><2>", "--address", services.coordinator.address]
+    command += ["--rounds", "--max-tokens", "40", "--ignore-eos", "--temperature", "0", "--policy", "off"]
+    table, lines = (
+        subprocess.run([*command, *more], capture_output=True, text=True, timeout=60, check=True)
+        for more in ([], ["--json"])
+    )
+    messages = [json.loads(line) for line in lines.stdout.splitlines()]
+    deltas = [message["delta"] for message in messages[1:-1]]
+    count = messages[-1]["finished"]["statistics"]["rounds"]
+    assert lines.stderr == "" and count == 40 == sum(len(delta["rounds"]) for delta in deltas)
+    assert table.stdout == "".join(delta.get("text", "") for delta in deltas) + "\n"
+    heading, *rows = table.stderr.splitlines()
+    assert heading.split()[:2] == ["round", "ms"] and [row.split()[0] for row in rows] == [
+        str(own) for own in range(40)
+    ]

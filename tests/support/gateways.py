@@ -93,6 +93,13 @@ def ask(
         connection.close()
 
 
+def metric(address: str, name: str) -> float:
+    """The value of a metric without labels on a gateway's page."""
+    lines = ask(address, "/metrics").body.decode().splitlines()
+    (value,) = [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
+    return float(value)
+
+
 def events_of(body: bytes) -> list[Any]:
     """Returns the objects of a stream of events. Fails unless every event is one line of data and the last is the
     end."""
