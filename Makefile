@@ -7,13 +7,14 @@ export TOKENIZERS_PARALLELISM := false
 
 # Tests that judge how long something takes, or load the machine on purpose: one at a time, after all others, of which
 # one file per core runs at once.
-TIMED := $(addprefix tests/,bench/test_network.py bench/test_placement.py chaos metrics/test_page_readers.py \
+TIMED := $(addprefix tests/,bench/test_network.py bench/test_placement.py chaos gateway/test_hostile.py \
+  metrics/test_page_readers.py \
   parallel/test_failures.py parallel/test_hung_rank.py ray rpc/test_link.py rpc/test_silence.py \
   services/test_engine_watch.py services/test_process_watch.py services/test_stuck_coordinator.py \
   traces/test_shares.py)
 BESIDE := -n auto --maxprocesses 8 --dist loadfile $(addprefix --ignore=,$(TIMED))
 
-.PHONY: help install demo demo-chat lint test test-more test-fast test-long bench bench-quick bench-engine proto lock digests clean
+.PHONY: help install demo demo-chat lint test test-more test-fast test-clients test-long bench bench-quick bench-engine proto lock digests clean
 
 help:  ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -73,6 +74,9 @@ test-more: install  ## Run the longer tests that make test leaves out (20 to 30 
 test-fast: install  ## Run the unit tests only (under a minute).
 	@$(BIN)/python -m pytest -q -m 'not slow and not more and not lengthy' tests/protocol tests/exactness tests/hygiene tests/rpc
 
+test-clients: install  ## Run programs of others against serve, each in an environment of its own (some 3 GB, 15 minutes).
+	@$(BIN)/python -m tests.clients
+
 test-long: install  ## Run everything: also large samples, sweeps, 1,000 prompts on and off (hours).
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
 	@$(BIN)/python -m tests.sameness
@@ -87,6 +91,7 @@ bench: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmar
 	@$(BIN)/python -m bench.pipeline
 	@$(BIN)/python -m bench.proposers
 	@$(BIN)/python -m bench.chat_pair
+	@$(BIN)/python -m bench.gateway
 	@$(BIN)/python -m bench.goals
 
 bench-quick: install $(VENV)/.bench-installed  ## The draft's step and the pipeline over a few round trips, in minutes.

@@ -3,7 +3,8 @@
 `make lock` runs it. The versions of direct dependencies are those of constraints.txt; uv resolves the rest for every
 Python from 3.11 on, by the index that pip uses by default. The sections of the file add up: `coordinator`, `replica`
 (what draft and target need beside it), `torch` (torch and what nothing else needs, in its build for NVIDIA GPUs) and
-`ray`. `deploy/requirements.py` prints them while an image is built.
+`ray`; `gateway` has what a gateway needs beside `coordinator`. `deploy/requirements.py` prints them while an image is
+built.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def main() -> None:
     pinned = PROJECT.with_name("constraints.txt")
     whole = compiled(requirements(PROJECT, "ray"), [pinned], hashes=True)
     LOCK.write_text(whole, encoding="utf-8")
-    of_image = {image: requirements(PROJECT, image) for image in ("coordinator", "replica")}
+    of_image = {image: requirements(PROJECT, image) for image in ("coordinator", "gateway", "replica")}
     parts = {
         "coordinator": of_image["coordinator"],
+        "gateway": of_image["gateway"],
         "replica": [line for line in of_image["replica"] if name_of(line) != "torch"],
         "torch": of_image["replica"],
     }
@@ -53,7 +55,7 @@ def main() -> None:
     for section, own in names.items():
         found = [entry for entry in entries(whole) if name_of(entry) in own - seen]
         text += f"{SECTION}{section}\n" + "".join(found)
-        seen |= own
+        seen |= own if section != "gateway" else set()  # images without it need theirs from a later section
         print(f"{section}: {len(found)} packages")
     LOCK.write_text(text, encoding="utf-8")
 

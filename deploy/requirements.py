@@ -1,8 +1,8 @@
 """Prints the packages that an image installs, as pip's --require-hashes reads them: sections of requirements.lock.
 
-Their source is pyproject.toml: a coordinator runs no model, so its image goes without what only models need. The
-variable TORCH_INDEX_URL names another index of torch, whose files have other hashes: the version alone is pinned there.
-Used while images are built, where nothing but Python is there: standard library only.
+Their source is pyproject.toml: coordinator and gateway run no model, so their images go without what only models need.
+The variable TORCH_INDEX_URL names another index of torch, whose files have other hashes: the version alone is pinned
+there. Used while images are built, where nothing but Python is there: standard library only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def requirements(project: Path, image: str) -> list[str]:
-    """The requirements of `coordinator`, `replica` (draft and target) or `ray`, as pyproject.toml writes them."""
+    """The requirements of `coordinator`, `gateway`, `replica` (draft and target) or `ray` (all of these on Ray), as
+    pyproject.toml writes them."""
     content = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
     found: list[str] = content["dependencies"]
-    if image == "coordinator":
-        return [line for line in found if name_of(line) not in ENGINE]
-    return found + content["optional-dependencies"]["ray"] if image == "ray" else found
+    extras: dict[str, list[str]] = content["optional-dependencies"]
+    if image in ("coordinator", "gateway"):
+        found = [line for line in found if name_of(line) not in ENGINE]
+    added = {"gateway": extras["gateway"], "ray": extras["gateway"] + extras["ray"]}
+    return found + added.get(image, [])
 
 
 def name_of(requirement: str) -> str:
@@ -53,7 +56,7 @@ def printed(lock: str, names: list[str], torch_index: str) -> str:
     if torch_index and "torch" in names:
         (torch,) = (entry for entry in found["torch"] if name_of(entry) == "torch")
         found["torch"] = [f"--index-url {torch_index}\n", torch.split(" ")[0] + "\n"]
-    return "".join(entry for name in names for entry in found[name])
+    return "".join(dict.fromkeys(entry for name in names for entry in found[name]))
 
 
 if __name__ == "__main__":

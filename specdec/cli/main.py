@@ -97,7 +97,7 @@ def overview() -> str:
     """Returns the help of `specdec` itself."""
     lines = ["usage: specdec COMMAND [FLAGS]", "", "Exact speculative decoding across machines.", "", "Commands:"]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
-    lines += ["  ray          Runs the three services as actors of a Ray cluster: ray up, ray status, ray down."]
+    lines += ["  ray          Runs the services as actors of a Ray cluster: ray up, ray status, ray down."]
     lines += ["  bench        Runs a benchmark; bench --help lists them."]
     return "\n".join([*lines, "", "specdec COMMAND --help lists the flags of a command; --version prints the version."])
 

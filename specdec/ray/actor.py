@@ -8,7 +8,9 @@ Ray carries only short reports about the service.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import os
+import ssl
 import threading
 import time
 from dataclasses import dataclass
@@ -17,11 +19,13 @@ import ray.util
 from grpc_health.v1 import health_pb2
 
 from specdec.errors import ConfigError, SpecdecError
+from specdec.gateway.settings import GatewaySettings
 from specdec.launch.children import KILL_GRACE_S, Child, arguments_of
 from specdec.ray import cluster
+from specdec.ray.config import Hosted
 from specdec.ray.placing import COORDINATOR, DRAFT, ActorSpec, reached_at, settings_on
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel
-from specdec.settings import ServiceSettings, TlsSettings
+from specdec.settings import TlsSettings
 from specdec.streams import warn
 
 POLL_S = 0.05
@@ -33,8 +37,8 @@ EXPLAINED_CODES = 1, 2  # exit codes of `specdec` with an error message
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The state of an actor's service. `health` is the gRPC health status, or the error of the check; `failure` is the
-    message of a service that failed to start; `pid` is its process, 0 without one."""
+    """The state of an actor's service. `health` is the gRPC health status, the gateway's by HTTP, or the error of the
+    check; `failure` is the message of a service that failed to start; `pid` is its process, 0 without one."""
 
     address: str
     health: str
@@ -48,7 +52,7 @@ class ServiceActor:
     def __init__(self, plan: ActorSpec) -> None:
         self._plan = plan
         self._host: str = ray.util.get_node_ip_address()
-        self._settings: ServiceSettings = plan.settings
+        self._settings: Hosted = plan.settings
         self._child: Child | None = None
         self._draft_hosts: list[str] = []
         self._next_look_s = 0.0
@@ -68,6 +72,8 @@ class ServiceActor:
             return Report("", "follows target-0" if pid else "starting", "", pid)
         if child is None or not child.address:
             return Report(address, "starting", "", pid)
+        if isinstance(self._settings, GatewaySettings):
+            return Report(address, http_health_of(address, self._settings.http_ssl_certfile is not None), "", pid)
         return Report(address, asyncio.run(health_of(address, self._settings)), "", pid)
 
     def stop(self) -> None:
@@ -141,3 +147,20 @@ async def health_of(address: str, tls: TlsSettings) -> str:
             return str(error)
     word: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return word
+
+
+def http_health_of(address: str, has_tls: bool) -> str:
+    """Returns the status of a gateway's /health in gRPC's words, or the error of the check; a certificate is not
+    checked, for the gateway is the caller's own."""
+    connection = http.client.HTTPConnection(address, timeout=HEALTH_TIMEOUT_S)
+    if has_tls:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(address, timeout=HEALTH_TIMEOUT_S, context=context)
+    try:
+        connection.request("GET", "/health")
+        return "SERVING" if connection.getresponse().status == 200 else "NOT_SERVING"
+    except (OSError, http.client.HTTPException) as error:
+        return str(error)
+    finally:
+        connection.close()

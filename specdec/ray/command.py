@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specdec.cli.options import OneLineParser, UsageError
 from specdec.errors import ConfigError
 from specdec.ray.config import RaySettings, read_deployment
-from specdec.ray.placing import COORDINATOR, DRAFT, ActorSpec
+from specdec.ray.placing import COORDINATOR, DRAFT, GATEWAY, ActorSpec
 from specdec.streams import say, warn
 from specdec.terminal import make_console, print_text
 
@@ -22,7 +22,7 @@ OVERVIEW = """usage: specdec ray COMMAND [FLAGS]
 The services as actors of a Ray cluster: Ray places and restarts them, gRPC carries everything else.
 
 Commands:
-  up           Starts a deployment from a file, and returns when its coordinator serves.
+  up           Starts a deployment from a file, and returns when its coordinator and gateway serve.
   status       Shows the node, address, number of restarts and health of each actor.
   down         Drains the services of a deployment and removes it.
 
@@ -103,22 +103,25 @@ def _tell_serving(deployment: RaySettings, seen: dict[str, Seen], took_s: float)
     say(f"specdec serves {model} on {report.address} after {took_s:.1f} s")
     if deployment.draft is not None and not (DRAFT in seen and seen[DRAFT].is_serving):
         say("the draft does not serve yet; until then texts go on without its guesses")
+    if (gateway := seen[GATEWAY].report if GATEWAY in seen else None) is not None and deployment.gateway is not None:
+        scheme = "http" if deployment.gateway.http_ssl_certfile is None else "https"
+        say(f"OpenAI's interface: base URL {scheme}://{gateway.address}/v1")
     flags = " --ssl-certfile … --ssl-keyfile … --ssl-ca-certs …" if deployment.coordinator.has_tls else " --insecure"
     say(f'next: specdec generate "def main():" --address {report.address}{flags}')
     say(f"      specdec ray status --name {deployment.name}; specdec ray down --name {deployment.name}")
 
 
 def status(arguments: Sequence[str]) -> int:
-    """Prints the table; the exit code is 0 while the coordinator serves."""
+    """Prints the table; the exit code is 0 while the coordinator, and the gateway if there is one, serves."""
     asked = _parser("status", "Shows a deployment.", wants_file=False).parse_args(list(arguments))
     _connect(asked.ray_address)
-    from specdec.ray.deployment import look
+    from specdec.ray.deployment import is_serving, look
 
     seen = look(asked.name)
     if not seen:
         raise ConfigError(f"{asked.name} is not on this cluster; `specdec ray up --config FILE` starts it")
     _show(seen)
-    return 0 if COORDINATOR in seen and seen[COORDINATOR].is_serving else 1
+    return 0 if is_serving(seen, GATEWAY in seen) else 1
 
 
 def _show(seen: dict[str, Seen]) -> None:

@@ -1,4 +1,4 @@
-"""The file of `specdec ray up`: the settings of the three services, and the resources and labels of their nodes.
+"""The file of `specdec ray up`: the settings of the services, and the resources and labels of their nodes.
 
 The services' own schemas validate it before any request to Ray; unknown keys are refused. It contains no addresses: a
 service listens on the address of its node.
@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from specdec.cli.options import UsageError, read_yaml
 from specdec.config import SHARED, CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.gateway.settings import GatewaySettings
 from specdec.settings import (
     CONNECTION,
     LIMITS,
@@ -25,23 +26,41 @@ from specdec.settings import (
     ServiceSettings,
     Settings,
     TlsSettings,
+    check_http_reach,
     setting,
 )
 
 PLACEMENT = "Placement"
 DRAFT_LABELS = {"specdec-role": "draft"}
 RANKS_PORT = 50054  # on loopback of the target's node
-SECTIONS = "target", "draft", "coordinator"
+SECTIONS: dict[str, type[Settings]] = {
+    "target": TargetSettings,
+    "draft": DraftSettings,
+    "coordinator": CoordinatorSettings,
+    "gateway": GatewaySettings,
+}
 # Settings chosen by Ray, by section: refused in the file.
 DECIDED = {
     "target": ("nnodes", "node_rank", "master_addr", "insecure_ranks"),
     "draft": (),
     "coordinator": ("target", "draft"),
+    "gateway": ("address", "new_key"),
 }
-PATHS = "model", "heads", "tokenizer", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
+PATHS = (
+    "model",
+    "heads",
+    "tokenizer",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_ca_certs",
+    "api_keys_file",
+    "http_ssl_certfile",
+    "http_ssl_keyfile",
+)
 UNPLACED = "127.0.0.1:1"  # stands for an address until the actor knows its node
 
 Labels = dict[Annotated[str, Field(min_length=1)], str]
+Hosted = ServiceSettings | GatewaySettings
 
 
 class ActorPlacement(Settings):
@@ -59,11 +78,12 @@ class DraftPlacement(ActorPlacement):
 
 
 class Placement(Settings):
-    """The placement of services: target and coordinator on one node, the draft on another."""
+    """The placement of services: target, coordinator and gateway on one node, the draft on another."""
 
     target: ActorPlacement = setting(ActorPlacement(), PLACEMENT, "Placement of each rank; all ranks are on one node.")
     draft: DraftPlacement = setting(DraftPlacement(), PLACEMENT, "Placement of the draft.")
     coordinator_cpus: int = setting(1, PLACEMENT, "CPUs of the coordinator, on the target's node.", ge=1, le=1024)
+    gateway_cpus: int = setting(1, PLACEMENT, "CPUs of the gateway, on the target's node.", ge=1, le=1024)
 
 
 class RaySettings(TlsSettings):
@@ -81,12 +101,13 @@ class RaySettings(TlsSettings):
     target: TargetSettings = setting(..., MODEL, "Settings of `specdec target`.")
     draft: DraftSettings | None = setting(None, MODEL, "Settings of `specdec draft`; absent: only the other proposers.")
     coordinator: CoordinatorSettings = setting(..., CONNECTION, "Settings of `specdec coordinator`.")
+    gateway: GatewaySettings | None = setting(None, CONNECTION, "Settings of `specdec gateway`; absent: gRPC only.")
     placement: Placement = setting(Placement(), PLACEMENT, "Placement of the services.")
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """Copies common settings to each section, and those of the target to the coordinator."""
+        """Copies common settings to each section, and those of the target to the coordinator and the gateway."""
         if not isinstance(given, dict):
             return given
         values = {"coordinator": {}, **given}
@@ -100,17 +121,24 @@ class RaySettings(TlsSettings):
                     raise ValueError(
                         f"{name}.{key} is not allowed in the file: Ray chooses the nodes of services; leave it out"
                     )
-            values[name] = _with_whole_paths({**common, **section})
+            own = {key: value for key, value in common.items() if key in SECTIONS[name].model_fields}
+            values[name] = _with_whole_paths({**own, **section})
         target, coordinator = values.get("target"), values["coordinator"]
         if isinstance(target, dict) and isinstance(coordinator, dict):
             values["coordinator"] = {"tokenizer": values["target"].get("model"), "target": UNPLACED, **coordinator}
+        gateway = values.get("gateway")
+        if isinstance(target, dict) and isinstance(gateway, dict):
+            values["gateway"] = {"model": values["target"].get("model"), "address": (UNPLACED,), **gateway}
         return values
 
     @model_validator(mode="after")
     def _check_reach(self) -> RaySettings:
         for name, service in self.services.items():
-            if not has_own_host(service):
-                service.check_reach("of the node", f"{name}: the address")
+            if has_own_host(service):
+                continue
+            service.check_reach("of the node", f"{name}: the address")
+            if isinstance(service, GatewaySettings):
+                check_http_reach("of the node", service.api_keys_file, service.insecure)
         ports = [service.port for service in self.services.values()] + [self.ranks_port]
         if 0 in ports or len(set(ports)) < len(ports):
             raise ValueError(
@@ -119,9 +147,9 @@ class RaySettings(TlsSettings):
         return self
 
     @property
-    def services(self) -> dict[str, ServiceSettings]:
+    def services(self) -> dict[str, Hosted]:
         """The settings of each configured service, by section."""
-        own = {"target": self.target, "draft": self.draft, "coordinator": self.coordinator}
+        own: dict[str, Hosted | None] = {name: getattr(self, name) for name in SECTIONS}
         return {name: service for name, service in own.items() if service is not None}
 
     @property
@@ -136,7 +164,7 @@ def _with_whole_paths(section: dict[str, Any]) -> dict[str, Any]:
     return section | {name: str(path.absolute()) for name, path in paths.items() if path.exists()}
 
 
-def has_own_host(service: ServiceSettings) -> bool:
+def has_own_host(service: Hosted) -> bool:
     """Whether the file has a `host` for the service."""
     return "host" in service.model_fields_set
 
@@ -171,12 +199,7 @@ def _sentence(error: pydantic.ValidationError, file: str) -> str:
 
 def _known(path: list[str]) -> list[str]:
     """Returns the keys of the section at `path`."""
-    classes: dict[tuple[str, ...], type[Settings]] = {
-        (): RaySettings,
-        ("target",): TargetSettings,
-        ("draft",): DraftSettings,
-        ("coordinator",): CoordinatorSettings,
-        ("placement",): Placement,
-    }
+    top: dict[tuple[str, ...], type[Settings]] = {(): RaySettings, ("placement",): Placement}
+    classes = top | {(name,): own for name, own in SECTIONS.items()}
     decided = DECIDED.get(path[0], ()) if path else ()
     return [name for name in classes.get(tuple(path), ActorPlacement).model_fields if name not in decided]

@@ -6,7 +6,7 @@ Its name identifies it and no other state is stored, so any machine of the clust
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from specdec.errors import ConfigError
 from specdec.ray.actor import Report, ServiceActor
 from specdec.ray.cluster import ALIVE, NAMESPACE, ActorRow, actor_name, actors_of
 from specdec.ray.config import RaySettings
-from specdec.ray.placing import COORDINATOR, TARGET, ActorSpec, bundles, plan
+from specdec.ray.placing import COORDINATOR, GATEWAY, TARGET, ActorSpec, bundles, plan
 
 POLL_S = 0.5
 REPORT_TIMEOUT_S = 5.0
@@ -117,7 +117,8 @@ def _answer(asked: ray.ObjectRef[Report] | None) -> Report | None:
 def wait_until_serving(
     deployment: RaySettings, actors: Sequence[ActorSpec], on_change: Callable[[ActorSpec, Seen | None], None]
 ) -> dict[str, Seen]:
-    """Returns the actors once the coordinator serves. Calls `on_change` for an actor in a new state.
+    """Returns the actors once the coordinator, and the gateway if there is one, serves. Calls `on_change` for an
+    actor in a new state.
 
     Raises ConfigError with a service's own message when it cannot start, or with the waiting actors after the timeout.
     """
@@ -133,7 +134,7 @@ def wait_until_serving(
             if before.get(actor.role) != state:
                 before[actor.role] = state
                 on_change(actor, found)
-        if COORDINATOR in seen and seen[COORDINATOR].is_serving:
+        if is_serving(seen, deployment.gateway is not None):
             return seen
         if time.monotonic() > deadline_s:
             waiting = [f"{actor.role} ({before.get(actor.role) or actor.wants})" for actor in actors]
@@ -141,13 +142,19 @@ def wait_until_serving(
         time.sleep(POLL_S)
 
 
+def is_serving(seen: Mapping[str, Seen], has_gateway: bool) -> bool:
+    """Whether the actors that clients reach serve."""
+    fronts = [COORDINATOR, GATEWAY] if has_gateway else [COORDINATOR]
+    return all(role in seen and seen[role].is_serving for role in fronts)
+
+
 def remove(name: str) -> list[str]:
-    """Ends a deployment, the coordinator first, each service drained; returns its roles.
+    """Ends a deployment, the gateway and the coordinator first, each service drained; returns its roles.
 
     Returns when no actor lives. Idempotent. Raises ConfigError when Ray does not end them.
     """
     rows = actors_of(name)
-    for roles in ([COORDINATOR], [role for role in rows if role != COORDINATOR]):
+    for roles in ([GATEWAY], [COORDINATOR], [role for role in rows if role not in (GATEWAY, COORDINATOR)]):
         _stop(name, [role for role in roles if role in rows and rows[role].state == ALIVE])
     for role in rows:
         if (handle := _handle(name, role)) is not None:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.config import CoordinatorSettings, TargetSettings
-from specdec.ray.config import RaySettings, has_own_host
-from specdec.settings import ServiceSettings, is_loopback
+from specdec.gateway.settings import GatewaySettings
+from specdec.ray.config import Hosted, RaySettings, has_own_host
+from specdec.settings import is_loopback
 
-TARGET, DRAFT, COORDINATOR = "target", "draft", "coordinator"
+TARGET, DRAFT, COORDINATOR, GATEWAY = "target", "draft", "coordinator", "gateway"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class ActorSpec:
     rank: int = 0
 
     @property
-    def settings(self) -> ServiceSettings:
+    def settings(self) -> Hosted:
         """The settings of the service, before its node is known."""
         return self.deployment.services[self.command]
 
@@ -50,6 +51,7 @@ class ActorSpec:
         place = self.deployment.placement
         ranks = self.deployment.target.tensor_parallel_size
         cpus = ranks * place.target.cpus + place.coordinator_cpus
+        cpus += place.gateway_cpus if self.deployment.gateway is not None else 0
         return f"one node with {_resources(ranks * place.target.gpus, cpus, place.target.labels)}"
 
 
@@ -70,6 +72,9 @@ def plan(deployment: RaySettings) -> list[ActorSpec]:
     ]
     beside = ActorSpec(COORDINATOR, COORDINATOR, place.coordinator_cpus, 0, deployment, own.labels, bundle=len(ranks))
     actors.append(beside)
+    if deployment.gateway is not None:
+        index = len(ranks) + 1
+        actors.append(ActorSpec(GATEWAY, GATEWAY, place.gateway_cpus, 0, deployment, own.labels, bundle=index))
     if deployment.draft is not None:
         actors.append(ActorSpec(DRAFT, DRAFT, place.draft.cpus, place.draft.gpus, deployment, place.draft.labels))
     return actors
@@ -81,7 +86,7 @@ def bundles(actors: Sequence[ActorSpec]) -> list[dict[str, float]]:
     return [{"CPU": actor.cpus, **({"GPU": actor.gpus} if actor.gpus else {})} for actor in own]
 
 
-def reached_at(service: ServiceSettings, node_host: str) -> str:
+def reached_at(service: Hosted, node_host: str) -> str:
     """Returns HOST:PORT of a service on the node, for its clients."""
     is_local = has_own_host(service) and is_loopback(service.host)
     return joined(service.host if is_local else node_host, service.port)
@@ -92,13 +97,15 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def settings_on(actor: ActorSpec, node_host: str, draft_hosts: Sequence[str] = ()) -> ServiceSettings:
+def settings_on(actor: ActorSpec, node_host: str, draft_hosts: Sequence[str] = ()) -> Hosted:
     """Returns the settings of an actor's service on its node; `draft_hosts`: nodes of the draft, now or later."""
     settings = actor.settings
     changed: dict[str, object] = {} if has_own_host(settings) else {"host": node_host}
     if isinstance(settings, CoordinatorSettings):
         changed["target"] = reached_at(actor.deployment.target, node_host)
         changed["draft"] = draft_address(actor.deployment, draft_hosts)
+    elif isinstance(settings, GatewaySettings):
+        changed["address"] = (reached_at(actor.deployment.coordinator, node_host),)
     else:
         changed["threads"] = getattr(settings, "threads", 0) or actor.cpus
     if actor.follows:  # rank 0, on the same node, has these ports

@@ -12,7 +12,7 @@ from tests.hygiene.sources import ROOT
 
 FILE = ROOT / "deploy" / "compose.yaml"
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-OWN = ("specdec-coordinator", "specdec-target", "specdec-draft")
+OWN = ("specdec-coordinator", "specdec-target", "specdec-draft", "specdec-gateway")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The shared fixture of the deployment tests: a folder with the files of a TLS secret."""
+"""The shared fixture of the deployment tests: a folder with the files of secrets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the keys of a TLS secret; the command only checks that they are files."""
+    """A folder with the keys of all secrets that services mount; the command only checks that they are files."""
     folder = tmp_path_factory.mktemp("secrets")
-    for name in ("tls.crt", "tls.key", "ca.crt"):
+    for name in ("tls.crt", "tls.key", "ca.crt", "keys"):
         (folder / name).touch()
     return folder

@@ -14,12 +14,14 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from specdec.config import CoordinatorSettings, RankSettings, ServiceSettings
+from specdec.config import CoordinatorSettings, RankSettings
+from specdec.gateway.settings import GatewaySettings
 from specdec.settings import split_address
-from tests.deploy.manifests import Object, Pod, environment_of, of_kind, pods, settings_of
+from tests.deploy.manifests import Object, Pod, Served, environment_of, of_kind, pods, settings_of
 
 HUB_PORT = 443
 COORDINATOR_PORT = 50051
+GATEWAY_PORT = 8000
 RAY_NODES = ("ray-head", "ray-target", "ray-draft")
 RAY_JOBS = "specdec-ray-head-svc", 8265  # KubeRay makes this service for the head of the cluster specdec-ray
 COLLECTOR = "collector.observability"  # one that a cluster has already, as docs/operations.md calls it
@@ -154,14 +156,19 @@ def _needed(objects: tuple[Object, ...], secrets: Path, ports: list[tuple[str, i
             yield from (Flow(pod.owner, NAMES.name, protocol, 53) for protocol in ("TCP", "UDP"))
         if isinstance(settings, CoordinatorSettings) or component == "ray-target":
             yield Flow(CLIENT.name, pod.owner, "TCP", COORDINATOR_PORT)
+        if isinstance(settings, GatewaySettings) or component == "ray-target":
+            yield Flow(CLIENT.name, pod.owner, "TCP", GATEWAY_PORT)
         if component == "fetch":
             assert "HF_HOME" in environment_of(pod, pod.spec["containers"][0], objects)
             yield Flow(pod.owner, INTERNET.name, "TCP", HUB_PORT)
     yield from (Flow(one, other, *port) for one in joined for other in joined for port in ports)
 
 
-def _addresses(settings: ServiceSettings) -> Iterator[tuple[str, int]]:
+def _addresses(settings: Served) -> Iterator[tuple[str, int]]:
     """The addresses a service connects to, by host and port."""
+    if isinstance(settings, GatewaySettings):
+        yield from map(split_address, settings.address)
+        return
     if isinstance(settings, CoordinatorSettings):
         yield split_address(settings.target)
         if settings.draft:

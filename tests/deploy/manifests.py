@@ -22,15 +22,17 @@ import yaml
 from specdec.cli.main import COMMANDS, KNOWN_FIELDS
 from specdec.cli.options import make_parser, read_settings
 from specdec.config import ServiceSettings
+from specdec.gateway.settings import GatewaySettings
 from tests.hygiene.sources import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = tuple(sorted(file.parent.name for file in KUBERNETES.glob("overlays/*/kustomization.yaml")))
-SERVICES = ("coordinator", "draft", "target")
+SERVICES = ("coordinator", "draft", "gateway", "target")
 REFERENCE = re.compile(r"\$\(([A-Za-z_][\w.-]*)\)")
 # The variable LeaderWorkerSet gives each pod of a group; its pods differ by the index.
 GROUP = {"LWS_LEADER_ADDRESS": "specdec-ranks-0.specdec-ranks.specdec"}
 Object = dict[str, Any]
+Served = ServiceSettings | GatewaySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Pod:
 
     @property
     def service(self) -> tuple[str, Object] | None:
-        """(draft, target or coordinator; its container), where the image's own command is run."""
+        """(draft, target, coordinator or gateway; its container), where the image's own command is run."""
         for container in self.spec["containers"]:
             name = container["image"].rpartition(":")[0].removeprefix("specdec-")
             if name in SERVICES and "command" not in container:
@@ -156,16 +158,16 @@ def arguments_of(pod: Pod, container: Object, objects: tuple[Object, ...]) -> li
     return [expanded(text, variables) for text in container.get("args", ())]
 
 
-def parse(name: str, arguments: list[str], environment: Mapping[str, str]) -> ServiceSettings:
+def parse(name: str, arguments: list[str], environment: Mapping[str, str]) -> Served:
     """The settings `specdec NAME` reads from arguments and environment: the real parser, schema and refusals."""
     command = COMMANDS[name]
     parser = make_parser(name, command.summary, command.settings)
     settings = read_settings(command.settings, parser, arguments, environment, KNOWN_FIELDS)
-    assert isinstance(settings, ServiceSettings)
+    assert isinstance(settings, Served)
     return settings
 
 
-def settings_of(pod: Pod, objects: tuple[Object, ...], secrets: Path) -> ServiceSettings | None:
+def settings_of(pod: Pod, objects: tuple[Object, ...], secrets: Path) -> Served | None:
     """The settings a pod's service starts with; None for other pods. Files of secrets are taken from the folder
     `secrets`, since the command checks that they exist."""
     if pod.service is None:

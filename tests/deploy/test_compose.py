@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from specdec.config import CoordinatorSettings
+from specdec.gateway.settings import GatewaySettings
 from specdec.settings import split_address
 from tests.deploy.compose import FILE, OWN, compose, role_of
 from tests.deploy.flows import scraped
@@ -41,8 +42,8 @@ def test_it_fits_the_specification() -> None:
 
 
 def test_everything_comes_up_with_one_command() -> None:
-    """Claim: the file has the three services, Jaeger 2, Prometheus and Grafana, each on an existing network, and only
-    loopback reaches them from outside."""
+    """Claim: the file has the three services and the gateway, Jaeger 2, Prometheus and Grafana, each on an existing
+    network, and only loopback reaches them from outside."""
     services = compose()["services"]
     assert services.keys() == {*OWN, "jaeger", "prometheus", "grafana"}
     assert services["jaeger"]["image"].startswith("jaegertracing/jaeger:2.")
@@ -62,7 +63,9 @@ def test_a_service_is_built_and_started_as_it_can_be(name: str) -> None:
     assert service["image"] in {c["image"] for pod in pods(overlay("cpu-demo")) for c in pod.containers}
     settings = parse(role_of(name), service["command"], {})
     assert float(service["stop_grace_period"].removesuffix("s")) >= settings.drain_grace_s + DRAIN_REST_S
-    assert settings.health_address and f'"{settings.health_address}"' in " ".join(service["healthcheck"]["test"])
+    is_gateway = isinstance(settings, GatewaySettings)
+    asked = f"http://127.0.0.1:{settings.port}/health" if is_gateway else settings.health_address
+    assert asked and f'"{asked}"' in " ".join(service["healthcheck"]["test"])
     assert service["read_only"] and service["tmpfs"] == ["/tmp"] and service["cap_drop"] == ["ALL"]
     model = settings.tokenizer if isinstance(settings, CoordinatorSettings) else settings.model
     stage, unused = stages()[role_of(name)], f"{IMAGE_ROOT}/specdec/embedded/smollm2-draft"
@@ -71,7 +74,7 @@ def test_a_service_is_built_and_started_as_it_can_be(name: str) -> None:
 
 def test_addresses_are_those_of_services() -> None:
     """Claim: every address of a command is a service of this file, at a port it listens on; Prometheus scrapes the
-    metrics of all three."""
+    metrics of all four."""
     services = compose()["services"]
     settings = {name: parse(role_of(name), services[name]["command"], {}) for name in OWN}
     coordinator = settings["specdec-coordinator"]
@@ -79,7 +82,12 @@ def test_addresses_are_those_of_services() -> None:
     for address in (coordinator.target, coordinator.draft):
         host, port = split_address(address)
         assert settings[host].port == port
+    gateway = settings["specdec-gateway"]
+    assert isinstance(gateway, GatewaySettings)
+    assert [split_address(address) for address in gateway.address] == [("specdec-coordinator", coordinator.port)]
     for own in settings.values():
+        if own is gateway:  # it writes no spans
+            continue
         assert own.otlp_traces_endpoint and urlsplit(own.otlp_traces_endpoint).hostname == "jaeger"
     config = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus.yaml").read_text(encoding="utf-8"))
     metrics = set()

@@ -20,7 +20,7 @@ from tests.hygiene.sources import ROOT, imported_names, is_within, modules_below
 
 KERNELS = "specdec/engine/cpu/_kernels.so"
 COMPILING = "specdec/engine/cpu/compile_kernels.py"
-PORTS = {"coordinator": "50051", "target": "50052", "draft": "50053"}
+PORTS = {"coordinator": "50051", "target": "50052", "draft": "50053", "gateway": "8000"}
 # Distribution -> what is imported of it, where the names differ.
 IMPORTED_AS = {
     "grpcio": "grpc",
@@ -59,7 +59,7 @@ def test_each_service_has_a_stage(name: str) -> None:
         assert (ROOT / source).exists(), source
         assert any(source == path or source.startswith(path + "/") for path in let_through), source
     packages = {source for source, _ in stage.copies if (ROOT / source / "__init__.py").is_file()}
-    assert packages == {"specdec", name if name == "coordinator" else f"{name}_service"}
+    assert packages == {"specdec", f"{name}_service" if name in ("draft", "target") else name}
 
 
 def test_the_base_is_pinned() -> None:
@@ -68,17 +68,18 @@ def test_the_base_is_pinned() -> None:
     assert outside and all(re.search(r":\d+\.\d+", image) for image in outside)
 
 
-def test_a_coordinator_needs_no_model_library() -> None:
-    """Claim: the coordinator's image goes without torch and installs all else that its code imports.
+@pytest.mark.parametrize("service", ("coordinator", "gateway"))
+def test_no_model_library_is_needed(service: str) -> None:
+    """Claim: the images of coordinator and gateway go without torch and install all else that their code imports.
 
-    Conclusive: every import of the coordinator and of the specdec modules it reaches, inside functions too, is walked;
+    Conclusive: every import of the service and of the specdec modules it reaches, inside functions too, is walked;
     the packages are compared with the rest of pyproject.toml's list. `test_running` starts it without the others.
     """
-    left = {name_of(line) for line in requirements(PROJECT, "coordinator")}
+    left = {name_of(line) for line in requirements(PROJECT, service)}
     everything = {name_of(line) for line in requirements(PROJECT, "replica")}
     assert everything - left == ENGINE
-    modules = {module.name: module for module in modules_below("coordinator", "specdec")}
-    waiting = [name for name in modules if is_within(name, ("specdec.coordinator",)) and "__main__" not in name]
+    modules = {module.name: module for module in modules_below(service, "specdec")}
+    waiting = [name for name in modules if is_within(name, (f"specdec.{service}",)) and "__main__" not in name]
     reached: set[str] = set()
     outside: set[str] = set()
     while waiting:
@@ -93,19 +94,27 @@ def test_a_coordinator_needs_no_model_library() -> None:
             elif imported.split(".")[0] != "specdec":
                 outside.add(imported.split(".")[0])
     needed = outside - sys.stdlib_module_names
-    offered = {IMPORTED_AS.get(name, name) for name in left} | {"huggingface_hub"}  # which tokenizers brings along
+    brought_along = {"huggingface_hub", "pydantic_core"}  # by tokenizers and pydantic
+    offered = {IMPORTED_AS.get(name, name) for name in left} | brought_along
     assert needed <= offered, needed - offered
     assert not {name for name in reached if name.startswith(("specdec.engine", "specdec.decoding", "specdec.replica"))}
 
 
 def test_requirements_are_the_projects_own() -> None:
-    """Claim: images install pyproject.toml's list, Ray's image also Ray, by the sections of the lock. Conclusive: what
+    """Claim: images install pyproject.toml's list, the gateway's what its extra names, Ray's also Ray, by the sections
+    of the lock. Conclusive: what
     the command prints for a stage holds the names of the stage's list; `test_supply_chain` follows them further."""
     own = requirements(PROJECT, "replica")
     assert "grpcio>=1.74" in own and len(own) == len({name_of(line) for line in own})
-    assert [name_of(line) for line in requirements(PROJECT, "ray")[len(own) :]] == ["ray"]
+    extra = ["h11", "jinja2", "starlette", "uvicorn"]
+    assert [name_of(line) for line in requirements(PROJECT, "ray")[len(own) :]] == [*extra, "ray"]
     command = [sys.executable, str(ROOT / "deploy" / "requirements.py")]
-    for image, names in (("coordinator", ["coordinator"]), ("replica", ["coordinator", "replica", "torch"])):
+    for image, names in (
+        ("coordinator", ["coordinator"]),
+        ("gateway", ["coordinator", "gateway"]),
+        ("replica", ["coordinator", "replica", "torch"]),
+        ("ray", ["coordinator", "replica", "torch", "ray"]),
+    ):
         done = subprocess.run([*command, *names], capture_output=True, text=True, timeout=60)
         held = {name_of(entry) for entry in entries(done.stdout)}
         assert {name_of(line) for line in requirements(PROJECT, image)} <= held
@@ -121,7 +130,7 @@ def test_nothing_is_installed_without_the_lock() -> None:
     commands = [
         rest for instruction, rest in instructions() if instruction == "RUN" and " install --no-cache-dir" in rest
     ]
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         (section,) = re.findall(r"python deploy/requirements\.py ([a-z ]+) >", command)
         assert "--require-hashes" in command or section == "torch"

@@ -32,13 +32,15 @@ def cluster() -> Object:
 
 
 def test_the_deployment_is_one_that_ray_up_takes(tmp_path: Path) -> None:
-    """Claim: the real reader accepts the file, its models are in the image, and the Service has the coordinator's
-    port."""
+    """Claim: the real reader accepts the file, its models are in the image, and the Services have the ports of
+    coordinator and gateway."""
     read = deployment(tmp_path)
     assert read.draft is not None
     assert all(map(stages()["ray"].holds, (read.target.model, read.draft.model, read.coordinator.tokenizer)))
-    (service,) = of_kind(overlay("kuberay"), "Service")
-    assert [port["port"] for port in service["spec"]["ports"]] == [read.coordinator.port]
+    assert read.gateway is not None and read.gateway.model == read.target.model
+    services = {service["metadata"]["name"]: service["spec"] for service in of_kind(overlay("kuberay"), "Service")}
+    ports = {name: [port["port"] for port in spec["ports"]] for name, spec in services.items()}
+    assert ports == {"specdec-coordinator": [read.coordinator.port], "specdec-gateway": [read.gateway.port]}
 
 
 def test_the_cluster_has_capacity_for_it(tmp_path: Path) -> None:
@@ -108,8 +110,9 @@ def test_the_page_builds_the_image_that_is_run() -> None:
 
 
 def test_the_page_names_what_is_there() -> None:
-    """Claim: pods, containers, the job, the coordinator's address, the clients' label and folders that the section
-    names are those of the manifests; and services are started as the job does it, since the image has no script."""
+    """Claim: pods, containers, the job, the addresses of coordinator and gateway, the clients' label and folders that
+    the section names are those of the manifests; and services are started as the job does it, since the image has no
+    script."""
     text, objects = section(), overlay("kuberay")
     everyone = {pod.labels["app.kubernetes.io/component"]: pod for pod in pods(objects)}
     asked = set(re.findall(r"-l app\.kubernetes\.io/component=([\w-]+)", text))
@@ -117,10 +120,12 @@ def test_the_page_names_what_is_there() -> None:
     names = [container["name"] for container in everyone["ray-head"].containers]
     assert set(re.findall(r"exec (?:-i )?\$HEAD -c (\S+)", text)) == set(names)
     assert set(re.findall(r"job/([\w-]+)", text)) == {job["metadata"]["name"] for job in of_kind(objects, "Job")}
-    (service,) = of_kind(objects, "Service")
-    name, namespace, port = service["metadata"]["name"], service["metadata"]["namespace"], service["spec"]["ports"][0]
-    assert f"--address {name}:{port['port']} --insecure" in text
-    assert f"`dns:///{name}.{namespace}:{port['port']}`" in text
+    for service, forms in zip(
+        of_kind(objects, "Service"), ((" {}:{} --insecure", "`dns:///{}.specdec:{}`"), ("`http://{}.specdec:{}/v1`",))
+    ):
+        name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
+        assert service["metadata"]["namespace"] == "specdec"
+        assert all(form.format(name, port) in text for form in forms), name
     clients = [
         peer["podSelector"]["matchLabels"]
         for policy in of_kind(objects, "NetworkPolicy")

@@ -13,6 +13,7 @@ import yaml
 
 from specdec.config import TargetSettings
 from specdec.errors import ConfigError
+from specdec.gateway.settings import GatewaySettings
 from specdec.rpc.server import ALIVE
 from specdec.settings import split_address
 from tests.deploy.flows import Place, scraped
@@ -26,14 +27,17 @@ WEIGHTS_S_MIN = 3600  # a probe waits so long for a model
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_service_is_started_with_settings_it_accepts(name: str, secrets: Path) -> None:
-    """Claim: the command accepts arguments and variables of every container of ours, with TLS or --insecure.
+    """Claim: the command accepts arguments and variables of every container of ours, with TLS or --insecure; with TLS
+    the gateway's HTTP port has TLS and keys too.
     Conclusive: the real parser and schema read them, and refuse any unknown word."""
     objects = overlay(name)
     found = {pod.service[0]: settings_of(pod, objects, secrets) for pod in own_pods(name) if pod.service}
     if name != "kuberay":
-        assert found.keys() == {"coordinator", "draft", "target"}
+        assert found.keys() == set(SERVICES)
     for settings in found.values():
         assert settings is not None and settings.has_tls == (name == "mtls") and settings.insecure == (name != "mtls")
+    if isinstance(gateway := found.get("gateway"), GatewaySettings):
+        assert (gateway.api_keys_file is not None) == (gateway.http_ssl_certfile is not None) == (name == "mtls")
 
 
 def test_an_unknown_flag_is_refused() -> None:
@@ -46,7 +50,8 @@ def test_an_unknown_flag_is_refused() -> None:
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_ports_are_those_the_service_listens_on(name: str, secrets: Path) -> None:
     """Claim: the ports a container names are those of its settings; probes use existing ports, and by gRPC only the
-    plain health port, which needs no TLS. A container of a service has all three, so that a hung one is restarted."""
+    plain health port, which needs no TLS; by HTTP the gateway's health, over its port's own protocol, and its metrics,
+    which need no coordinator. A container of a service has all three, so that a hung one is restarted."""
     objects = overlay(name)
     for pod in own_pods(name):
         for container in pod.spec["containers"]:
@@ -61,8 +66,17 @@ def test_ports_are_those_the_service_listens_on(name: str, secrets: Path) -> Non
         settings = settings_of(pod, objects, secrets)
         if settings is None or not named:
             continue
-        assert settings.health_address and settings.metrics_address
+        assert settings.metrics_address and pod.service
         assert {"startupProbe", "readinessProbe", "livenessProbe"} <= pod.service[1].keys(), pod.owner
+        if isinstance(settings, GatewaySettings):
+            scheme = {} if settings.http_ssl_certfile is None else {"scheme": "HTTPS"}
+            ready = {"httpGet": {"path": "/health", "port": "http"} | scheme}
+            assert ready.items() <= pod.service[1]["readinessProbe"].items()
+            for probe in ("startupProbe", "livenessProbe"):
+                assert pod.service[1][probe]["httpGet"] == {"path": "/metrics", "port": "metrics"}
+            assert named == {"http": settings.port, "metrics": split_address(settings.metrics_address)[1]}
+            continue
+        assert settings.health_address
         health, metrics = split_address(settings.health_address)[1], split_address(settings.metrics_address)[1]
         assert named == {"grpc": settings.port, "health": health, "metrics": metrics}, pod.owner
 
@@ -71,7 +85,7 @@ def test_ports_are_those_the_service_listens_on(name: str, secrets: Path) -> Non
 def test_models_are_waited_for(name: str) -> None:
     """Claim: a container that loads weights has an hour for it before it is restarted."""
     for pod in own_pods(name):
-        if pod.service and pod.service[0] != "coordinator" and "ports" in pod.service[1]:
+        if pod.service and pod.service[0] in ("draft", "target") and "ports" in pod.service[1]:
             probe = pod.service[1]["startupProbe"]
             assert probe["failureThreshold"] == 360
             assert probe["failureThreshold"] * probe["periodSeconds"] >= WEIGHTS_S_MIN
@@ -123,6 +137,24 @@ def test_what_is_scraped_is_found_ready_or_not(name: str) -> None:
         assert spec["selector"] == {"app.kubernetes.io/name": "specdec", "app.kubernetes.io/component": component}
         assert spec["ports"] == [{"name": "metrics", "port": port, "targetPort": "metrics"}]
     assert services and not any("publishNotReadyAddresses" in spec for spec in services.values())
+
+
+def test_a_secret_of_keys_is_made_as_it_is_mounted() -> None:
+    """Claim: docs/operations.md makes the secret that the component `keys` mounts, with the file the gateway reads, by
+    the command's own --new-key; with the component every gateway asks for keys.
+
+    Conclusive: the page's words and the rendered pod are compared, neither is repeated here.
+    """
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    ((namespace, name, file),) = re.findall(
+        r"kubectl -n (\S+) create secret generic (\S*keys) --from-file=(\w+)=", page
+    )
+    (pod,) = [pod for pod in own_pods("mtls") if pod.service and pod.service[0] == "gateway"]
+    (volume,) = [volume for volume in pod.spec["volumes"] if volume.get("secret", {}).get("secretName") == name]
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod.spec["containers"][0]["volumeMounts"]}
+    variables = {entry["name"]: entry.get("value") for entry in pod.spec["containers"][0]["env"]}
+    assert pod.namespace == namespace and "specdec gateway --new-key" in page
+    assert variables["SPECDEC_API_KEYS_FILE"] == f"{mounts[volume['name']]}/{file}"
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

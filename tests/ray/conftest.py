@@ -64,7 +64,7 @@ def cluster() -> Iterator[Cluster]:
         before = signal.getsignal(signal.SIGTERM)  # the nodes set their own
         nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True})
         try:
-            nodes.add_node(num_cpus=3, num_gpus=2, labels={"specdec-role": "target"})
+            nodes.add_node(num_cpus=4, num_gpus=2, labels={"specdec-role": "target"})
             nodes.add_node(num_cpus=1, labels={"specdec-role": "draft"})
             yield Cluster(nodes.address, f"http://{nodes.head_node.webui_url}")
         finally:

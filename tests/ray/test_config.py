@@ -13,6 +13,7 @@ from specdec.cli.main import run_command
 from specdec.cli.options import UsageError
 from specdec.config import CoordinatorSettings, TargetSettings
 from specdec.errors import ConfigError
+from specdec.gateway.settings import GatewaySettings
 from specdec.launch.children import arguments_of
 from specdec.ray.config import RaySettings, read_deployment
 from specdec.ray.placing import bundles, draft_address, plan, settings_on
@@ -47,6 +48,10 @@ def written(folder: Path, content: object) -> str:
             "target.node_rank is not allowed in the file: Ray chooses",
         ),
         ({**MINIMAL, "coordinator": {"draft": "a:1"}}, "coordinator.draft is not allowed in the file"),
+        ({**MINIMAL, "gateway": {"address": ["a:1"]}}, "gateway.address is not allowed in the file"),
+        ({**MINIMAL, "gateway": {"portt": 1}}, "gateway.portt in .* is not known; did you mean port?"),
+        ({**MINIMAL, "gateway": {"port": 50051}}, "they must differ and not be 0"),
+        ({**MINIMAL, "gateway": {"insecure": False}}, "gateway: the address of the node reaches beyond this machine"),
         ({**MINIMAL, "draft": {"model": "d", "port": 50051}}, "they must differ and not be 0"),
         ({**MINIMAL, "insecure": False}, "target: the address of the node reaches beyond this machine"),
         ({**MINIMAL, "target": {"model": "t", "block_size": 5}}, "--block-size is 5; it must be 0 or a power of two"),
@@ -111,6 +116,36 @@ def test_services_get_the_addresses_of_their_node():
         assert type(settings)(**settings.model_dump()) == settings
 
 
+def test_the_gateway_is_beside_the_coordinator():
+    """Claim: a gateway is in the group of ranks and coordinator, has the target's tokenizer, reaches the coordinator on
+    their node, and needs keys or `insecure` there; without its section there is none."""
+    own = RaySettings(
+        **{**MINIMAL, "log_level": "error", "otlp_traces_endpoint": "http://a:1", "gateway": {"port": 81}}
+    )
+    actors = plan(own)
+    assert [actor.role for actor in actors] == ["target-0", "target-1", "coordinator", "gateway", "draft"]
+    assert [actor.bundle for actor in actors] == [0, 1, 2, 3, None] and len(bundles(actors)) == 4
+    assert actors[0].wants == "one node with 2 GPUs and 4 CPUs"
+    settings = settings_on(actors[3], "10.0.0.7")
+    assert isinstance(settings, GatewaySettings)
+    assert (settings.host, settings.port, settings.address) == ("10.0.0.7", 81, ("10.0.0.7:50051",))
+    assert (settings.model, settings.log_level) == ("t", "error")
+    assert GatewaySettings(**settings.model_dump()) == settings
+    assert "gateway" not in [actor.role for actor in plan(RaySettings(**MINIMAL))]
+
+
+def test_http_beyond_a_machine_needs_keys(tmp_path: Path):
+    """Claim: mutual TLS to the coordinator is not enough for HTTP on a node's address; a file of keys is."""
+    tls = {}
+    for name in ("certfile", "keyfile", "ca_certs"):
+        (tmp_path / name).touch()
+        tls[f"ssl_{name}"] = str(tmp_path / name)
+    content = {"target": {"model": "t"}, "gateway": {}, **tls}
+    with pytest.raises(ValueError, match="give --api-keys-file"):
+        RaySettings(**content)
+    RaySettings(**{**content, "gateway": {"api_keys_file": tls["ssl_keyfile"]}})
+
+
 def test_a_host_of_the_file_is_kept():
     """Claim: what listens on loopback by the file's word is reached there, and needs no TLS."""
     local = {"host": "127.0.0.1"}
@@ -128,7 +163,7 @@ def test_the_shipped_files_are_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     own = read_deployment(str(FOLDER / "cpu.yaml"))
     assert own.target.model == own.coordinator.tokenizer == str(ROOT / "specdec" / "embedded" / "target")
     text = (FOLDER / "specdec.yaml").read_text(encoding="utf-8")
-    for name in ("tls.crt", "tls.key", "ca.crt"):
+    for name in ("tls.crt", "tls.key", "ca.crt", "keys"):
         (tmp_path / name).write_text("", encoding="utf-8")
     secured = read_deployment(written(tmp_path, text.replace("/etc/specdec/tls", str(tmp_path))))
     assert all(service.has_tls for service in secured.services.values())
@@ -156,7 +191,9 @@ def test_the_cluster_file_is_what_ray_up_takes():
     place = asked["placement"]["target"]
     ranks = asked["target"]["tensor_parallel_size"]
     assert kinds["target"]["resources"]["GPU"] >= ranks * place["gpus"]
-    assert kinds["target"]["resources"]["CPU"] >= ranks * place["cpus"] + asked["placement"]["coordinator_cpus"]
+    assert kinds["target"]["resources"]["CPU"] >= ranks * place["cpus"] + sum(
+        asked["placement"][name] for name in ("coordinator_cpus", "gateway_cpus")
+    )
 
 
 def test_the_cluster_file_copies_the_checkout(monkeypatch: pytest.MonkeyPatch):

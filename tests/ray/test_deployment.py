@@ -19,6 +19,7 @@ import torch
 
 from tests.ray.conftest import Cluster, write
 from tests.support.engine_models import Driver, make_tiny_model, random_tokens
+from tests.support.gateways import ask
 from tests.support.ports import free_ports
 from tests.support.ranks import Followers
 from tests.support.services import Client, Outcome, fixed
@@ -52,7 +53,7 @@ def expected(models: tuple[Path, Path]) -> list[int]:
 @pytest.fixture(scope="module")
 def deployment(models: tuple[Path, Path]) -> dict:
     """The file's content: two ranks, a draft, and fake GPUs for the ranks only."""
-    ports = free_ports(4)
+    ports = free_ports(5)
     return {
         "name": "nightly",
         "insecure": True,
@@ -68,6 +69,7 @@ def deployment(models: tuple[Path, Path]) -> dict:
         },
         "draft": {"model": str(models[1]), "port": ports[2]},
         "coordinator": {"port": ports[3]},
+        "gateway": {"port": ports[4], "served_model_name": "tiny"},
         "placement": {"target": {"labels": {"specdec-role": "target"}}, "draft": {"gpus": 0}},
     }
 
@@ -78,9 +80,10 @@ def client(cluster: Cluster, deployment: dict, tmp_path_factory: pytest.TempPath
     outlives the job."""
     done = cluster.submit_up(tmp_path_factory.mktemp("file"), deployment)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f":{deployment['gateway']['port']}/v1\n" in done.stdout
     address = re.search(r"specdec serves \S+ on (\S+) after", done.stdout)
     assert address is not None and f"--address {address[1]} --insecure" in done.stdout
-    assert "waits for one node with 2 GPUs, 3 CPUs and label specdec-role=target" in done.stdout
+    assert "waits for one node with 2 GPUs, 4 CPUs and label specdec-role=target" in done.stdout
     connected = Client(address[1])
     yield connected
     connected.close()
@@ -125,6 +128,15 @@ def until(condition: Callable[[], bool]) -> None:
                 return
         assert time.monotonic() < deadline_s, "the condition did not come true"
         time.sleep(0.1)
+
+
+def answers(address: str, asked: dict) -> list[int] | None:
+    """The output ids of a completion; None while the gateway does not answer."""
+    try:
+        answer = ask(address, "/v1/completions", asked)
+    except OSError:
+        return None
+    return answer.json["choices"][0]["token_ids"] if answer.status == 200 else None
 
 
 def drafts(client: Client) -> bool:
@@ -188,6 +200,25 @@ def test_a_killed_rank_rebuilds_the_group(client: Client, expected: list[int], m
     assert not before.keys() & processes("target", models[0]).keys()
 
 
+def test_a_killed_gateway_is_back(client: Client, deployment: dict, models: tuple[Path, Path]):
+    """Claim: the gateway of the deployment answers over HTTP with the text of `Generate`, and SIGKILL of its process
+    has Ray start another at the same address. Conclusive: both answers are by different processes."""
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "return_token_ids": True}
+    (words,) = processes("gateway", models[0]).values()
+    (host,) = (word.partition("=")[2] for word in words if word.startswith("--host="))
+    address = f"{host}:{deployment['gateway']['port']}"
+    expected = client.generate(PROMPT, max_tokens=20, temperature=0).token_ids
+    seen = []
+    for _ in range(2):
+        until(lambda: answers(address, asked) == expected)
+        (service,) = processes("gateway", models[0])
+        seen.append(service)
+        os.kill(service, signal.SIGKILL)
+        until(lambda pid=service: pid not in processes("gateway", models[0]))
+    assert seen[0] != seen[1]
+    until(lambda: answers(address, asked) == expected)
+
+
 def test_status_shows_each_actor(client: Client, cluster: Cluster):
     """Claim: the table has every actor with its node, its number of restarts and its gRPC health."""
     until(lambda: drafts(client))
@@ -196,7 +227,8 @@ def test_status_shows_each_actor(client: Client, cluster: Cluster):
     rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := cells_of(line)) == 5}
     health = {role: cells[4] for role, cells in rows.items()}
     restarts_count = {role: int(cells[3]) for role, cells in rows.items() if role != "actor"}
-    serving = {"coordinator": "SERVING", "draft": "SERVING", "target-0": "SERVING", "target-1": "follows target-0"}
+    serving = dict.fromkeys(("coordinator", "gateway", "draft", "target-0"), "SERVING")
+    serving["target-1"] = "follows target-0"
     assert health == {"actor": "health", **serving}
     assert restarts_count["coordinator"] == 0 and restarts_count["draft"] == 1
     assert restarts_count["target-0"] >= 1 and restarts_count["target-1"] >= 1
@@ -218,9 +250,9 @@ def test_down_leaves_nothing(client: Client, cluster: Cluster, models: tuple[Pat
     """Claim: after `down` no process of a service and no actor remains."""
     assert processes("target", models[0]) and processes("draft", models[1]) and processes("coordinator", models[0])
     done = cluster.command("down", "--name", "nightly")
-    assert done.stdout.strip() == "ended coordinator, draft, target-0, target-1", done.stderr
+    assert done.stdout.strip() == "ended coordinator, draft, gateway, target-0, target-1", done.stderr
     assert not processes("target", models[0]) and not processes("draft", models[1])
-    assert not processes("coordinator", models[0])
+    assert not processes("coordinator", models[0]) and not processes("gateway", models[0])
     assert "nightly is not on this cluster" in cluster.command("status", "--name", "nightly").stderr
 
 

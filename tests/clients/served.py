@@ -1,0 +1,97 @@
+"""What clients are run against: two `specdec serve --http-port`, the embedded pair with a ChatML template and a model
+that writes two tool calls; and what their answers must be, by gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.gateways import chat_folder, scripted_models
+from tests.support.services import MODELS, Client
+
+MODEL = "embedded"
+QUESTION = "Name three colours."
+SAMPLING: dict[str, Any] = {"seed": 11, "max_tokens": 24, "temperature": 1.0}
+PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"  # the template's text of QUESTION
+PIECES = [
+    "Let me look. ",
+    "<tool",
+    '_call>\n{"name": "lo',
+    'ok", "arguments": {"where": "a } b", "n',
+    '": [1, {"x": 2}]',
+    "}",
+    "}\n</tool_call>\n<tool_call>",
+    '{"name": "stop", "arguments": {}}',
+    "\n</tool_call>",
+]
+CALLS = [["look", {"where": "a } b", "n": [1, {"x": 2}]}], ["stop", {}]]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": f"To {name}.", "parameters": {"type": "object", "properties": {}}},
+    }
+    for name, _ in CALLS
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Addresses and folder of the pair, the address of the model with calls, and the expected answers by their
+    names: texts, [prompt tokens, output tokens], calls."""
+
+    chat: str
+    tools: str
+    folder: Path
+    expected: dict[str, Any]
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What the program of a client reads."""
+        urls = {"base_url": f"http://{self.chat}/v1", "tools_url": f"http://{self.tools}/v1"}
+        return urls | {"model": MODEL, "question": QUESTION, "sampling": SAMPLING, "tools": TOOLS}
+
+
+@contextlib.contextmanager
+def serve(*flags: str) -> Iterator[tuple[str, str]]:
+    """The addresses of coordinator and gateway of a `specdec serve`, stopped at the end."""
+    command = [sys.executable, "-m", "specdec.cli", "serve", "--port=0", "--http-port=0", "--threads=1", *flags]
+    command += [f"--served-model-name={MODEL}", "--log-level=error"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            text = ""
+            while (found := re.search(r"specdec serves \S+ on (\S+)\n.*base URL http://(\S+)/v1", text, re.S)) is None:
+                line = process.stdout.readline()
+                assert line, f"specdec serve ended: {text}"
+                text += line
+            yield found[1], found[2]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[Served]:
+    """Both, with files in `folder`."""
+    chat = chat_folder(folder / "chat")
+    shutil.copy(MODELS / "target" / "model.safetensors", chat)
+    scripted = scripted_models(folder / "scripted", PIECES)
+    pair = f"--model={chat}", f"--draft-model={MODELS / 'draft'}", "--dtype=float32"
+    calling = f"--model={scripted}", f"--draft-model={scripted}"
+    with serve(*pair) as (coordinator, gateway), serve(*calling) as (_, tools):
+        client = Client(coordinator)
+        try:
+            outcome = client.generate(PROMPT, **SAMPLING)
+        finally:
+            client.close()
+        usage = [outcome.started.prompt_length, len(outcome.token_ids)]
+        expected = {"whole": outcome.text, "streamed": outcome.text, "usage": usage, "streamed usage": usage}
+        yield Served(gateway, tools, chat, expected | {"calls": CALLS, "streamed calls": CALLS})
