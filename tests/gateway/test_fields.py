@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from specdec.gateway.fields import BY_ENDPOINT, CHAT, COMPLETIONS, TABLE, Fate, 
 from specdec.gateway.requests import ChatRequest, CompletionRequest
 from specdec.gateway.strict import Strict
 from tests.hygiene.sources import ROOT
-from tests.support.gateways import ask
+from tests.support.gateways import ask, chat_folder, gateway
+from tests.support.services import Services
 
 MODELS: dict[str, type[Strict]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
@@ -139,6 +141,27 @@ def test_what_is_too_long_is_said_in_the_clients_words(address: str) -> None:
     assert "maximum context length is 2048 tokens" in chat.error["message"]
     huge = ask(address, "/v1/completions", {"prompt": "x" * 1_000_000})
     assert huge.error["code"] == "context_length_exceeded"
+
+
+def test_sampling_defaults_of_the_model_are_taken_when_asked_for(services: Services, tmp_path: Path) -> None:
+    """Claim: with --generation-config model the folder's sampling parameters are the defaults, /v1/models says so, and
+    a request's own go before them; without, they are not taken. Conclusive: texts of one seed are compared with those
+    of requests that name the values."""
+    folder = chat_folder(tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"temperature": 0.4, "top_k": 5, "eos_token_id": 0}', "utf-8")
+    body = {"prompt": "Once upon a time", "seed": 3, "max_tokens": 24, "ignore_eos": True}
+    named = body | {"temperature": 0.4, "top_k": 5}
+    texts = {}
+    for source in ("model", "none"):
+        with gateway(services.coordinator.address, model=folder, generation_config=source) as child:
+            texts[source] = [
+                ask(child.address, "/v1/completions", own).json["choices"][0]["text"]
+                for own in (body, named, body | {"temperature": 1.0, "top_k": 0})
+            ]
+            (model,) = ask(child.address, "/v1/models").json["data"]
+            assert model.get("sampling_defaults") == ({"temperature": 0.4, "top_k": 5} if source == "model" else None)
+    assert texts["model"][0] == texts["model"][1] == texts["none"][1] != texts["none"][0]
+    assert texts["none"][0] == texts["none"][2] == texts["model"][2]
 
 
 def test_another_model_is_not_found(address: str) -> None:
