@@ -277,6 +277,7 @@ TABLE = (
             "specdec.terminal",
             "specdec.settings",
             "specdec.config",
+            "specdec.gateway.settings",
             "specdec.rpc.client",
             "specdec.cli.options",
             "specdec.launch.children",
