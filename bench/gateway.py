@@ -19,7 +19,7 @@ from typing import Any
 from bench import harness
 from specdec.client.request import make_request
 from specdec.client.stream import Client
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.launch.children import Child, start
 from specdec.settings import split_address
 

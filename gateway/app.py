@@ -39,9 +39,9 @@ from specdec.gateway.requests import (
     TokenizeRequest,
     Tool,
 )
-from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.stream import Coordinators
 from specdec.gateway.strict import Strict, read_body
+from specdec.gateway_settings import GatewaySettings
 from specdec.telemetry.metrics_page import MetricsPage
 
 THREAD_BODY_BYTES = 64 << 10  # a longer body is read beside the event loop

@@ -14,8 +14,8 @@ from specdec.gateway.door import HttpPort, listen
 from specdec.gateway.keys import Keys
 from specdec.gateway.metrics import GatewayMetrics
 from specdec.gateway.prompts import Prompts, model_folder
-from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.stream import Coordinators
+from specdec.gateway_settings import GatewaySettings
 from specdec.process_watch import ProcessWatch
 from specdec.rpc.ports import bracketed, check_port
 from specdec.rpc.process import set_startup_objects_aside, start_workers, until_stop_requested

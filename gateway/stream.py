@@ -18,7 +18,7 @@ from specdec.client.request import Request
 from specdec.client.stream import METHOD, Continuation
 from specdec.errors import CacheExhausted, DeliveryStalled, Mismatch, ReplicaUnavailable, SpecdecError
 from specdec.gateway.metrics import GatewayMetrics
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_stream, call_unary, open_channel
 from specdec.telemetry.logs import get_logger
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb

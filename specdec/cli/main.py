@@ -23,7 +23,7 @@ from specdec.cli.request import GenerateSettings
 from specdec.cli.trace import TraceSettings
 from specdec.distill.settings import DistillSettings
 from specdec.errors import SpecdecError
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.launch import child_events as events
 from specdec.terminal import print_defects_as_text, print_text
 

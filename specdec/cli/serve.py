@@ -9,7 +9,7 @@ import signal
 import time
 
 from specdec.config import ServeSettings
-from specdec.gateway.settings import beside
+from specdec.gateway_settings import beside
 from specdec.launch.serving import Serving, running
 from specdec.launch.supervisor import Keeper
 from specdec.settings import ServiceSettings

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.errors import ConfigError
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.launch import child_events as events
 from specdec.launch.ranks import ranks_of_machine
 from specdec.rpc.process import postpone_collection

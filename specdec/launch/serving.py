@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from specdec.config import ServeSettings, TlsSettings
 from specdec.errors import Mismatch
 from specdec.folders import local_folder
-from specdec.gateway.settings import beside
+from specdec.gateway_settings import beside
 from specdec.launch.children import KILL_GRACE_S, LOADING_S_MAX, Child, start, stop_all, wait_all_ready
 from specdec.protocol.types import Description
 from specdec.terminal import make_console

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from specdec.errors import ConfigError, ReplicaUnavailable
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.launch.children import Child, start
 from specdec.settings import ServiceSettings, split_address
 from specdec.streams import warn

@@ -19,7 +19,7 @@ import ray.util
 from grpc_health.v1 import health_pb2
 
 from specdec.errors import ConfigError, SpecdecError
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.launch.children import KILL_GRACE_S, Child, arguments_of
 from specdec.ray import cluster
 from specdec.ray.config import Hosted

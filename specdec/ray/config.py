@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from specdec.cli.options import UsageError, read_yaml
 from specdec.config import SHARED, CoordinatorSettings, DraftSettings, TargetSettings
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.settings import (
     CONNECTION,
     LIMITS,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.config import CoordinatorSettings, TargetSettings
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.ray.config import Hosted, RaySettings, has_own_host
 from specdec.settings import is_loopback
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from specdec.config import CoordinatorSettings, RankSettings
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.settings import split_address
 from tests.deploy.manifests import Object, Pod, Served, environment_of, of_kind, pods, settings_of
 

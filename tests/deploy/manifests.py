@@ -22,7 +22,7 @@ import yaml
 from specdec.cli.main import COMMANDS, KNOWN_FIELDS
 from specdec.cli.options import make_parser, read_settings
 from specdec.config import ServiceSettings
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from tests.hygiene.sources import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"

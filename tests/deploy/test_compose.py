@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from specdec.config import CoordinatorSettings
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.settings import split_address
 from tests.deploy.compose import FILE, OWN, compose, role_of
 from tests.deploy.flows import scraped

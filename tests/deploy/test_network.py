@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.settings import split_address
 from tests.deploy.compose import OWN, compose
 from tests.deploy.flows import CLIENT, MONITORING, NEIGHBOUR, OUTSIDE, PRIVATE, STRANGER, Flow, allowed, needed

@@ -1,14 +1,15 @@
 """The commands of the containers, as plain processes: the same commands from the same files as the images hold.
 
 Images are not built and there is no cluster. Each process has, instead of a container, a folder with exactly the files
-its stage of the Dockerfile copies, imports specdec from there only, and the coordinator cannot import a model library.
-Addresses become free ones of loopback, of IPv6 where this machine has it; every other word of the commands is the
-manifests'.
+its stage of the Dockerfile copies, imports specdec from there only, and coordinator and gateway cannot import a model
+library. Addresses become free ones of loopback, of IPv6 where this machine has it; every other word of the commands is
+the manifests'.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,13 +28,13 @@ from specdec.launch.children import Child, stop_all, wait_all_ready
 from specdec.settings import listening_host
 from tests.deploy.compose import OWN, compose, role_of
 from tests.deploy.images import IMAGE_ROOT, stages
-from tests.deploy.manifests import SERVICES, arguments_of, environment_of, of_kind, overlay, parse, pods
+from tests.deploy.manifests import arguments_of, environment_of, of_kind, overlay, parse, pods
 from tests.hygiene.sources import ROOT
 from tests.support.ports import free_ports
 from tests.support.services import Client, fixed
 
 Command = tuple[list[str], dict[str, str]]  # arguments, variables
-FLAG_ADDRESS = re.compile(r"^(--(?:health|metrics)-address|--target|--draft)=.+:(\d+)$")
+FLAG_ADDRESS = re.compile(r"^(--(?:health-|metrics-)?address|--target|--draft)=.+:(\d+)$")
 LOOPBACK = "127.0.0.1" if listening_host("::") != "::" else "[::1]"
 
 
@@ -94,15 +96,15 @@ def localised(arguments: list[str], root: Path, ports: dict[int, int]) -> list[s
 
 @contextlib.contextmanager
 def started(command_of: Callable[[str], Command], folder: Path) -> Iterator[dict[str, Child]]:
-    """The three services, ready, by role; stopped at the end."""
-    shared = dict(zip((50051, 50052, 50053), free_ports(3)))
+    """The services, ready, by role; stopped at the end."""
+    shared = dict(zip((50051, 50052, 50053, 8000), free_ports(4)))
     children: dict[str, Child] = {}
     try:
-        for role in ("target", "draft", "coordinator"):
+        for role in ("target", "draft", "coordinator", "gateway"):
             arguments, variables = command_of(role)
             root = lay_out(role, folder)
             ports = {**shared, **dict(zip((50060, 9464), free_ports(2)))}
-            hidden = forbid(ENGINE if role == "coordinator" else frozenset(), folder / f"hidden-{role}")
+            hidden = forbid(ENGINE if role in ("coordinator", "gateway") else frozenset(), folder / f"hidden-{role}")
             own = {key: value.replace(IMAGE_ROOT, str(root)) for key, value in variables.items()}
             own |= {"PYTHONPATH": f"{hidden}:{root}", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
             children[role] = Child(role, localised(arguments, root, ports), environment=own)
@@ -147,11 +149,30 @@ def required(role: str) -> list[str]:
     return ["--tokenizer=t"] if role == "coordinator" else ["--model=m"]
 
 
+def text_over_http(address: str, asked: dict[str, Any]) -> str:
+    """The text of the same request to the gateway, which is healthy."""
+    assert urllib.request.urlopen(f"http://{address}/health", timeout=10).status == 200
+    body = {"model": served_model(address), "prompt": "def add(a, b):", **asked}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://{address}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text: str = json.load(answer)["choices"][0]["text"]
+    return text
+
+
+def served_model(address: str) -> str:
+    """The name of the gateway's model."""
+    with urllib.request.urlopen(f"http://{address}/v1/models", timeout=10) as answer:
+        name: str = json.load(answer)["data"][0]["id"]
+    return name
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("command_of", [of_kubernetes, pytest.param(of_compose, marks=pytest.mark.slow)])
 def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_path: Path) -> None:
-    """Claim: started as the containers are, the three find each other, are healthy by the health check of the compose
-    file, show metrics, write the same text with the draft and without, and end with 0 when stopped."""
+    """Claim: started as the containers are, the services find each other, are healthy by the health checks of the
+    compose file, show metrics, write the same text with the draft and without, over gRPC and HTTP, and end with 0 when
+    stopped."""
     check = compose()["services"]["specdec-target"]["healthcheck"]["test"]
     assert check[:2] == ["CMD", "python"]
     with started(command_of, tmp_path) as children:
@@ -163,9 +184,9 @@ def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_pa
             plain = client.generate("def add(a, b):", speculative={"policy": "POLICY_OFF"}, **asked)
         finally:
             client.close()
-        assert drafted.text == plain.text != ""
+        assert drafted.text == plain.text == text_over_http(children["gateway"].address, asked) != ""
         assert drafted.finished.statistics.num_draft_tokens > 0
-        for role in SERVICES:
+        for role in ("coordinator", "draft", "target"):
             settings = settings_of_child(children[role])
             assert settings.health_address
             script = check[3].replace("127.0.0.1:50060", settings.health_address)
@@ -174,5 +195,5 @@ def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_pa
                 shown = page.read().decode()
             assert "\nspecdec_serving 1.0\n" in shown, role
             assert role != "coordinator" or f"\n{scaling_metric()} " in shown
-        for role in ("coordinator", "draft", "target"):
+        for role in ("gateway", "coordinator", "draft", "target"):
             assert children[role].stop(20.0) == 0, role

@@ -13,7 +13,7 @@ import yaml
 
 from specdec.config import TargetSettings
 from specdec.errors import ConfigError
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.rpc.server import ALIVE
 from specdec.settings import split_address
 from tests.deploy.flows import Place, scraped

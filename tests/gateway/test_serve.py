@@ -17,7 +17,7 @@ import pytest
 from specdec.cli.serve import http_sentence
 from specdec.config import ServeSettings
 from specdec.engine.table_model import write_table_model
-from specdec.gateway.settings import GatewaySettings, beside
+from specdec.gateway_settings import GatewaySettings, beside
 from specdec.launch.children import arguments_of
 from tests.support.gateways import ask
 from tests.support.waiting import until

@@ -13,7 +13,7 @@ from specdec.cli.main import run_command
 from specdec.cli.options import UsageError
 from specdec.config import CoordinatorSettings, TargetSettings
 from specdec.errors import ConfigError
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.launch.children import arguments_of
 from specdec.ray.config import RaySettings, read_deployment
 from specdec.ray.placing import bundles, draft_address, plan, settings_on

@@ -18,7 +18,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from specdec.engine.table_model import write_table_model
-from specdec.gateway.settings import GatewaySettings
+from specdec.gateway_settings import GatewaySettings
 from specdec.launch.children import Child, start
 from tests.support.services import MODELS
 
