@@ -20,7 +20,8 @@ from specdec.protocol.plan import Plan
 from specdec.protocol.records import RoundRecord
 
 PRIOR_ROUNDS, IDLE_S = 16.0, 20.0  # as which a forecast counts; until a measurement is old
-REFRESH_S = 0.15
+REFRESH_S = 0.15  # of all estimates
+TRIP_S = 1.0  # in which the time to a draft token is smoothed: single ones scatter by a multiple
 OVERHEAD_GUESS_S, LOCAL_GUESS = 0.0015, 0.1  # of a round beside the step; tokens of the coordinator's own proposers
 BUDGET_SHARE, BUDGET_MAX_S, DEBT_MAX_S = 0.01, 1.0, 0.15  # of all time, for explorations; debt of a session
 START_ROUNDS = 4.0  # that they may lose at a start
@@ -77,7 +78,7 @@ class Goodput:
         self.round_count, self.drafted_s = 0, -math.inf
         self.exploring_until_s = self.baseline_until_s = -math.inf
         self.baseline_s = 0.0  # when plain decoding is due; 0: never measured
-        self._refreshed_s, self._conditions = -math.inf, (0, 0, 0.0)
+        self._refreshed_s, self._trip_s, self._conditions = -math.inf, 0.0, (0, 0, 0.0)
         self.credit_s = 0.0
         self.refresh(-math.inf)
 
@@ -139,7 +140,7 @@ class Goodput:
             self._usual.forget(kept_share ** (1 / 3))
         overhead_s = self._overhead_s.shrunk(OVERHEAD_GUESS_S, PRIOR_ROUNDS)
         target_s = steps.step_s(load, True) + overhead_s
-        self._check_conditions(target_s)
+        self._check_conditions(target_s, elapsed_s)
         usual = min(1.0, self._usual.shrunk(1.0, PRIOR_ROUNDS))
         for own in self.candidates:
             if now_s > own.updated_s + elapsed_s:
@@ -152,14 +153,15 @@ class Goodput:
             beside_s = own.beside_s.shrunk(own.forecast.wait_s + overhead_s, PRIOR_ROUNDS)
             own.round_s = steps.step_s(load * own.rows, own.plan.window > 0, paths) + beside_s
 
-    def _check_conditions(self, target_s: float) -> None:
+    def _check_conditions(self, target_s: float, elapsed_s: float) -> None:
         """Begins anew where target or draft jumped: drops what the plans of the draft measured, as their forecasts know
-        of it at once, and lets them be explored."""
+        of it at once, and lets them be explored. `elapsed_s`: since the last refresh."""
         trip_s = self.draft.trip_s(self.off.plan, self.steps.load)
         *counts, known_s = self._conditions
         conditions = self.steps.jumps, self.draft.connections
-        if [*conditions] != counts or abs(trip_s - known_s) > 0.25 * known_s + 0.1 * target_s:
-            self._conditions = *conditions, trip_s
+        self._trip_s += (1 - math.exp(-elapsed_s / TRIP_S)) * (trip_s - self._trip_s)
+        if [*conditions] != counts or abs(self._trip_s - known_s) > 0.5 * known_s + 0.2 * target_s:
+            self._conditions, self._trip_s = (*conditions, trip_s), trip_s
             self.credit_s = max(self.credit_s, START_ROUNDS * target_s)
             for own in self.drafting:
                 own.forget()
