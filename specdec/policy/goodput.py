@@ -160,7 +160,7 @@ class Goodput:
         *counts, known_s = self._conditions
         conditions = self.steps.jumps, self.draft.connections
         self._trip_s += (1 - math.exp(-elapsed_s / TRIP_S)) * (trip_s - self._trip_s)
-        if [*conditions] != counts or abs(self._trip_s - known_s) > 0.5 * known_s + 0.2 * target_s:
+        if [*conditions] != counts or abs(self._trip_s - known_s) > 0.25 * known_s + 0.1 * target_s:
             self._conditions, self._trip_s = (*conditions, trip_s), trip_s
             self.credit_s = max(self.credit_s, START_ROUNDS * target_s)
             for own in self.drafting:
