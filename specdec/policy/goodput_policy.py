@@ -41,7 +41,8 @@ class GoodputPolicy:
     def __init__(self, goodput: Goodput, draft_length_cap: int) -> None:
         self._goodput, self.draft_length_cap = goodput, draft_length_cap
         self._acceptance = Acceptance(goodput.acceptance)
-        guesses = goodput.local_guess, HELPER_GUESS, HELPER_GUESS
+        local_guess = goodput.local_guess if goodput.local is None else max(goodput.local_guess, HELPER_GUESS)
+        guesses = local_guess, HELPER_GUESS, HELPER_GUESS  # a text may repeat: its first rounds find out
         self._local, self._heads_help, self._local_help = (Mean(each, *[HELPER_ROUNDS] * 2) for each in guesses)
         self.wants_heads = self.wants_local = self._asks_local = goodput.local is not None
         self._exploring_until: tuple[int, float] | None = None  # rounds that counted, and a time
