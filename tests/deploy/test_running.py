@@ -130,11 +130,13 @@ def test_a_draft_with_another_tokenizer_starts_from_its_image(tmp_path: Path) ->
         assert child.stop(20.0) == 0
 
 
-def scaling_metric() -> str:
-    """The metric of the autoscaler."""
+def scaled_series() -> str:
+    """The series of the page that the operations page tells the adapter to give the autoscaler under its name."""
     (scaler,) = of_kind(overlay("cpu-demo"), "HorizontalPodAutoscaler")
     name: str = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
-    return name
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (series,) = re.findall(rf"seriesQuery:\s+'([\w:]+){{pod!=\"\"}}',\s+name: {{as: {name}}}", page)
+    return str(series)
 
 
 def settings_of_child(child: Child) -> ServiceSettings:
@@ -194,6 +196,6 @@ def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_pa
             with urllib.request.urlopen(f"http://{settings.metrics_address}/metrics", timeout=10) as page:
                 shown = page.read().decode()
             assert "\nspecdec_serving 1.0\n" in shown, role
-            assert role != "coordinator" or f"\n{scaling_metric()} " in shown
+            assert role != "coordinator" or f"\n{scaled_series()}{{" in shown
         for role in ("gateway", "coordinator", "draft", "target"):
             assert children[role].stop(20.0) == 0, role
