@@ -12,7 +12,7 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from tests.support.gateways import Text, ask, events_of, streamed_texts, whole_text
 from tests.support.services import SHAPES, Outcome, Services
 
-REQUEST_COUNT, WIDTH = 200, 6
+WIDTH = 6
 WORDS = [
     "Once upon a time",
     "def main():\n",
@@ -92,15 +92,16 @@ def check(text: Text, usage: dict[str, int], outcome: Outcome, is_chat: bool) ->
 
 
 @pytest.mark.lengthy
-def test_http_gives_what_grpc_gives(services: Services, address: str) -> None:
-    """Claim: of 200 random requests, streamed and not, text, ids, log-probabilities, usage and reason of the end are
-    equal to those of `Generate`.
+@pytest.mark.parametrize(("seed", "count"), [(45, 50), pytest.param(46, 200, marks=pytest.mark.more)])
+def test_http_gives_what_grpc_gives(services: Services, address: str, seed: int, count: int) -> None:
+    """Claim: of random requests, streamed and not, text, ids, log-probabilities, usage and reason of the end are equal
+    to those of `Generate`: 50 in `make test`, 200 others in `make test-more`.
 
     Conclusive: the requests have seeds or temperature 0, all kinds of parameters and ways to speculate, texts with
     characters of several tokens, stops and biases; every value is compared exactly.
     """
-    draw = random.Random(46)
-    asked = [random_request(draw) for _ in range(REQUEST_COUNT)]
+    draw = random.Random(seed)
+    asked = [random_request(draw) for _ in range(count)]
 
     def compare(own: tuple[str, dict[str, Any], dict[str, Any]]) -> tuple[int, bool]:
         path, body, fields = own
@@ -119,5 +120,5 @@ def test_http_gives_what_grpc_gives(services: Services, address: str) -> None:
 
     with ThreadPoolExecutor(WIDTH) as pool:
         found = list(pool.map(compare, asked))
-    assert len(found) == REQUEST_COUNT
-    assert sum(count for count, _ in found) > 2 * REQUEST_COUNT and sum(has for _, has in found) > REQUEST_COUNT / 4
+    assert len(found) == count
+    assert sum(tokens for tokens, _ in found) > 2 * count and sum(has for _, has in found) > count / 4

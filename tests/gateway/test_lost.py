@@ -103,7 +103,7 @@ def lost_target(services: Services, models: tuple[Path, Path], points: list[int]
             own.stop()
 
 
-@pytest.mark.lengthy
+@pytest.mark.more
 def test_a_lost_target_is_a_pause(services: Services, models: tuple[Path, Path]) -> None:
     """Claim: when the target is killed under 8 streams and comes back, no client sees an error; under GREEDY and
     COUPLED each text is, byte for byte, the undisturbed one, under REJECTION no token is doubled or missing.
@@ -114,7 +114,7 @@ def test_a_lost_target_is_a_pause(services: Services, models: tuple[Path, Path])
     assert lost_target(services, models, [60]) >= 4
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_a_target_may_be_lost_at_any_point(services: Services, models: tuple[Path, Path]) -> None:
     """Claim: as before, at 50 points from the first event on."""
