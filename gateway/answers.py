@@ -176,7 +176,7 @@ class Answer:
         self._head = {"id": f"{name}-{started.request_id}", "object": kind, "created": int(time.time()), "model": model}
         chunk = self._head | {"object": "chat.completion.chunk" if self._is_chat else kind}
         self._chunk_head = "data: " + to_json(chunk)[:-1]
-        self._chunk_tail = (',"usage":null' if body.has_usage else "") + "}\n\n"
+        self._constant_tail = (',"usage":null' if body.has_usage else "") + "}\n\n"
 
     # --- a stream
 
@@ -232,13 +232,19 @@ class Answer:
     def _text_chunk(self, choice: Choice, text: str) -> bytes:
         body = f'"delta":{{"content":{quoted(text)}}}' if self._is_chat else f'"text":{quoted(text)}'
         rest = '"logprobs":null,"finish_reason":null}]'
-        return f'{self._chunk_head},"choices":[{{"index":{choice.index},{body},{rest}{self._chunk_tail}'.encode()
+        return f'{self._chunk_head},"choices":[{{"index":{choice.index},{body},{rest}{self._tail()}'.encode()
 
     def _chunk(self, choice: Choice, own: dict[str, Any], speculative: dict[str, Any] | None = None) -> bytes:
         described = {"index": choice.index, "logprobs": None, "finish_reason": None} | own
         beside = f',"speculative":{to_json(speculative)}' if speculative else ""
-        text = f'{self._chunk_head},"choices":[{to_json(described)}]{beside}{self._chunk_tail}'
+        text = f'{self._chunk_head},"choices":[{to_json(described)}]{beside}{self._tail()}'
         return text.encode()
+
+    def _tail(self) -> str:
+        """Returns the end of a chunk, with the usage so far if the body asks for it on each."""
+        if not self._body.has_usage_so_far:
+            return self._constant_tail
+        return f',"usage":{to_json(self._usage())}}}\n\n'
 
     # --- one object
 
@@ -278,17 +284,18 @@ class Answer:
                 own["prompt_token_ids"] = self._prompt_ids[choice.index]
         return own
 
-    def _ending(self) -> dict[str, Any]:
-        """Returns usage, and the metrics of a single text."""
+    def _usage(self) -> dict[str, Any]:
+        """Returns the token counts so far."""
         prompt_count = sum(own.started.prompt_length for own in self.choices if own.started)
         output_count = sum(own.output_count for own in self.choices)
+        total = prompt_count + output_count
+        return {"prompt_tokens": prompt_count, "completion_tokens": output_count, "total_tokens": total}
+
+    def _ending(self) -> dict[str, Any]:
+        """Returns usage, and the metrics of a single text."""
         finished = [own.finished for own in self.choices if own.finished is not None]
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt_count,
-            "completion_tokens": output_count,
-            "total_tokens": prompt_count + output_count,
-            "prompt_tokens_details": {"cached_tokens": sum(own.statistics.cached_prompt_tokens for own in finished)},
-        }
+        cached_count = sum(own.statistics.cached_prompt_tokens for own in finished)
+        usage = self._usage() | {"prompt_tokens_details": {"cached_tokens": cached_count}}
         if self._body.prediction is not None:
             accepted = sum(own.statistics.num_prediction_accepted_tokens for own in finished)
             offered = sum(own.statistics.num_prediction_draft_tokens for own in finished)

@@ -86,7 +86,10 @@ TABLE = (
     _honoured("return_tokens_as_token_ids", "tokens of log-probabilities are `token_id:ID`"),
     _honoured("return_token_ids", "`prompt_token_ids`, and `token_ids` of each choice"),
     _honoured("stream", "server-sent events"),
-    _honoured("stream_options", "`include_usage`: a last chunk with the usage"),
+    _honoured(
+        "stream_options",
+        "`include_usage`: a last chunk with the usage; `continuous_usage_stats`: the usage so far on each chunk",
+    ),
     _honoured("prediction", "`prediction.text`: guesses, never a change of the text"),
     _honoured("cache_salt", "`cache_salt`, with the name of the key"),
     _honoured("speculative", "`speculative`; also `statistics` and `rounds` of the answer"),

@@ -34,7 +34,14 @@ class StreamOptions(Strict):
     """Parts of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _check(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise PydanticCustomError("invalid_value", "continuous_usage_stats needs include_usage: true")
+        return self
 
 
 class TextPart(Strict):
@@ -229,6 +236,11 @@ class Generation(Strict):
     def has_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_usage_so_far(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class ChatRequest(Generation):

@@ -2,13 +2,15 @@
 
 Each client gets an environment of its own, made once, and a short program (`scripts/`) that asks as the client's pages
 show it: a chat whole and streamed, with seed and usage, and tools. Texts and usage must be those of `Generate`, calls
-those that the model wrote. Prints a table; ends with 1 if an answer differs or a client fails.
+those that the model wrote. A benchmark's report must have what the coordinator counted meanwhile. Prints a table; ends
+with 1 if an answer differs or a client fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,20 +23,30 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.clients.served import Served, served
+from tests.clients.served import CASES, COUNTERS, served
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CLIENT_TIMEOUT_S = 600
 TEXTS = ("whole", "streamed", "usage", "streamed usage")
+COUNTED = ("answered", "failed", *COUNTERS)
+GUIDELLM = ("guidellm==0.8.1", "torch==2.13.0")
+AIPERF = ("aiperf==0.13.0",)
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A client: its packages with versions, its program, and the answers that the program gives."""
+    """A client: its packages with versions, itself first, its program, the answers that the program gives, and the
+    program's flags."""
 
     packages: tuple[str, ...]
     script: str
     asked: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def environment(self) -> str:
+        """The folder of its environment; clients of the same package share it."""
+        return re.split(r"[\[=]", self.packages[0])[0]
 
 
 CLIENTS = {
@@ -45,12 +57,18 @@ CLIENTS = {
     "pydantic-ai": Foreign(("pydantic-ai-slim[openai]==2.68.0",), "pydantic_ai_agent.py", (*TEXTS, "calls")),
     "litellm": Foreign(("litellm==1.110.2",), "litellm_completion.py", (*TEXTS, "calls")),
     "llm": Foreign(("llm==0.36",), "llm_model.py", (*TEXTS, "calls", "streamed calls")),
+    "guidellm": Foreign(GUIDELLM, "guidellm_run.py", COUNTED),
+    "guidellm-streamed": Foreign(GUIDELLM, "guidellm_run.py", COUNTED, ("--streaming",)),
+    "aiperf": Foreign(AIPERF, "aiperf_profile.py", COUNTED),
+    "aiperf-streamed": Foreign(AIPERF, "aiperf_profile.py", COUNTED, ("--streaming",)),
+    "schemathesis": Foreign(("schemathesis==4.32.5",), "schemathesis_run.py", tuple(CASES)),
 }
 
 
 def python_of(name: str, environments: Path) -> Path:
     """The interpreter of a client's environment, which is made if it is not there. Raises CalledProcessError."""
-    folder, client = environments / name, CLIENTS[name]
+    client = CLIENTS[name]
+    folder = environments / client.environment
     python, done = folder / "bin" / "python", folder / "installed"
     if not done.is_file() or done.read_text(encoding="utf-8") != " ".join(client.packages):
         venv.create(folder, with_pip=True, clear=True)
@@ -59,12 +77,13 @@ def python_of(name: str, environments: Path) -> Path:
     return python
 
 
-def answers_of(name: str, python: Path, place: Served) -> dict[str, Any]:
-    """What a client's program prints: its version and its answers. Raises RuntimeError with its last words."""
-    command = [python, SCRIPTS / CLIENTS[name].script]
-    job = json.dumps(place.job)
-    done = subprocess.run(command, input=job, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S, check=False)
+def answers_of(program: Sequence[str | Path], job: dict[str, Any]) -> dict[str, Any]:
+    """What a client's program prints: its version and its answers. Raises RuntimeError with its last words; all of
+    them go to stderr then."""
+    told = json.dumps(job)
+    done = subprocess.run(program, input=told, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S, check=False)
     if done.returncode:
+        sys.stderr.write(done.stderr)
         raise RuntimeError((done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -93,14 +112,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_good = True
     with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as place:
         for name in options.names or CLIENTS:
-            version, asked = "", CLIENTS[name].asked
+            version, client = "", CLIENTS[name]
             try:
-                found = answers_of(name, python_of(name, options.environments), place)
-                version, wrong = found["version"], differences(asked, found["answers"], place.expected)
+                program = python_of(name, options.environments), SCRIPTS / client.script, *client.flags
+                before = place.counts()
+                found = answers_of(program, place.job)
+                expected = place.expected | {name: count - before[name] for name, count in place.counts().items()}
+                version, wrong = found["version"], differences(client.asked, found["answers"], expected)
             except (RuntimeError, subprocess.SubprocessError) as error:
                 wrong = [str(error)]
             is_good &= not wrong
-            table.add_row(name, version, ", ".join(asked), "\n".join(wrong) or "as Generate's")
+            table.add_row(name, version, ", ".join(client.asked), "\n".join(wrong) or "as expected")
     Console().print(table)
     return 0 if is_good else 1
 

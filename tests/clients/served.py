@@ -15,10 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.gateways import chat_folder, scripted_models
+from tests.support.pages import read_page
+from tests.support.ports import free_port
 from tests.support.services import MODELS, Client
 
 MODEL = "embedded"
 QUESTION = "Name three colours."
+REQUEST_COUNT = 6  # of a benchmark
+COUNTERS = {  # of the coordinator's page, by the names of answers
+    "prompt tokens": "vllm:prompt_tokens_total",
+    "output tokens": "vllm:generation_tokens_total",
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "draft tokens": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted draft tokens": "vllm:spec_decode_num_accepted_tokens_total",
+}
+CASES = {"coverage": "success", "fuzzing": "success", "untested": 0, "server errors": [], "errors": []}
 SAMPLING: dict[str, Any] = {"seed": 11, "max_tokens": 24, "temperature": 1.0}
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"  # the template's text of QUESTION
 PIECES = [
@@ -44,10 +55,11 @@ TOOLS = [
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Addresses and folder of the pair, the address of the model with calls, and the expected answers by their
-    names: texts, [prompt tokens, output tokens], calls."""
+    """Addresses of the pair's gateway and its coordinator's metrics, its folder, the address of the model with calls,
+    and the expected answers by their names: texts, [prompt tokens, output tokens], calls, requests of a benchmark."""
 
     chat: str
+    metrics: str
     tools: str
     folder: Path
     expected: dict[str, Any]
@@ -56,7 +68,13 @@ class Served:
     def job(self) -> dict[str, Any]:
         """What the program of a client reads."""
         urls = {"base_url": f"http://{self.chat}/v1", "tools_url": f"http://{self.tools}/v1"}
-        return urls | {"model": MODEL, "question": QUESTION, "sampling": SAMPLING, "tools": TOOLS}
+        benchmark = {"folder": str(self.folder), "request_count": REQUEST_COUNT}
+        return urls | benchmark | {"model": MODEL, "question": QUESTION, "sampling": SAMPLING, "tools": TOOLS}
+
+    def counts(self) -> dict[str, float]:
+        """What the pair's coordinator has counted. Raises URLError."""
+        page = read_page(self.metrics)
+        return {name: page.value(counter) for name, counter in COUNTERS.items()}
 
 
 @contextlib.contextmanager
@@ -84,7 +102,8 @@ def served(folder: Path) -> Iterator[Served]:
     chat = chat_folder(folder / "chat")
     shutil.copy(MODELS / "target" / "model.safetensors", chat)
     scripted = scripted_models(folder / "scripted", PIECES)
-    pair = f"--model={chat}", f"--draft-model={MODELS / 'draft'}", "--dtype=float32"
+    metrics = f"127.0.0.1:{free_port()}"
+    pair = f"--model={chat}", f"--draft-model={MODELS / 'draft'}", "--dtype=float32", f"--metrics-address={metrics}"
     calling = f"--model={scripted}", f"--draft-model={scripted}"
     with serve(*pair) as (coordinator, gateway), serve(*calling) as (_, tools):
         client = Client(coordinator)
@@ -94,4 +113,5 @@ def served(folder: Path) -> Iterator[Served]:
             client.close()
         usage = [outcome.started.prompt_length, len(outcome.token_ids)]
         expected = {"whole": outcome.text, "streamed": outcome.text, "usage": usage, "streamed usage": usage}
-        yield Served(gateway, tools, chat, expected | {"calls": CALLS, "streamed calls": CALLS})
+        expected |= {"calls": CALLS, "streamed calls": CALLS, "answered": REQUEST_COUNT, "failed": 0, **CASES}
+        yield Served(gateway, metrics, tools, chat, expected)

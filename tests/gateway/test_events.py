@@ -22,19 +22,23 @@ MORE: list[dict[str, Any]] = [
     {},
     {"stream_options": {"include_usage": True}},
     {"stream_options": {"include_usage": False}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     {"return_token_ids": True, "stream_options": {"include_usage": True}},
     {"stop": ["e", "a"], "prediction": {"type": "content", "content": "the end"}},
     {"max_tokens": 1, "stream_options": {"include_usage": True}},
 ]
 
 
-def check_stream(kind: str, chunks: list[dict[str, Any]], has_usage: bool) -> None:
-    """Checks order and form of the chunks of one stream."""
+def check_stream(kind: str, chunks: list[dict[str, Any]], options: dict[str, bool]) -> None:
+    """Checks order and form of the chunks of one stream. `options`: its `stream_options`."""
     assert len({(chunk["id"], chunk["object"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
-    if has_usage:
+    if options.get("include_usage"):
         *chunks, last = chunks
         assert last["choices"] == [] and last["usage"]["total_tokens"] > 0
-        assert all(chunk["usage"] is None for chunk in chunks)
+        if options.get("continuous_usage_stats"):
+            check_usage([chunk["usage"] for chunk in chunks], last["usage"])
+        else:
+            assert all(chunk["usage"] is None for chunk in chunks)
     else:
         assert not any("usage" in chunk for chunk in chunks)
     count = 1 if kind == "chat" else 3
@@ -51,13 +55,22 @@ def check_stream(kind: str, chunks: list[dict[str, Any]], has_usage: bool) -> No
         assert all(choice["logprobs"] or choice.get("token_ids") for choice in silent), "a chunk that says nothing"
 
 
+def check_usage(usages: list[dict[str, Any]], last: dict[str, Any]) -> None:
+    """Checks that the usage of each chunk leads to the last one."""
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[-1] == last["completion_tokens"] > counts[0]
+    assert all(usage["prompt_tokens"] == last["prompt_tokens"] for usage in usages)
+    assert all(usage["total_tokens"] == last["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+
+
 @pytest.mark.parametrize("kind", PATHS)
 @pytest.mark.parametrize("more", MORE, ids=str)
 @pytest.mark.parametrize("has_logprobs", [False, True])
 def test_every_stream_has_the_form(address: str, kind: str, more: dict[str, Any], has_logprobs: bool) -> None:
     """Claim: in every stream the role comes first in chat, the end of each choice once and last, the usage after it and
-    only if asked for, then [DONE], and no chunk says nothing. Every object passes the strict types of `openai`, but for
-    the reason of an end that is not there yet, which the older endpoint's own type does not know.
+    only if asked for, then [DONE], and no chunk says nothing; the usage so far of each chunk leads to that of the end.
+    Every object passes the strict types of `openai`, but for the reason of an end that is not there yet, which the
+    older endpoint's own type does not know.
 
     Conclusive: `events_of` fails for any line that is not one object of JSON without NaN, and without [DONE] at the
     end; `openai` validates strictly.
@@ -65,14 +78,14 @@ def test_every_stream_has_the_form(address: str, kind: str, more: dict[str, Any]
     body: dict[str, Any] = {"max_tokens": 9, "temperature": 1, "seed": 3, **PROMPTS[kind], **more}
     if has_logprobs:
         body |= {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
-    options = body.pop("stream_options", None)
+    options = body.pop("stream_options", {})
     whole = ask(address, PATHS[kind], body).json
     answer_type: Any = ChatCompletion if kind == "chat" else Completion
     TypeAdapter(answer_type).validate_python(whole, strict=True)
     streamed = ask(address, PATHS[kind], body | {"stream": True} | ({"stream_options": options} if options else {}))
     assert streamed.headers["content-type"].startswith("text/event-stream") and "x-request-id" in streamed.headers
     chunks = events_of(streamed.body)
-    check_stream(kind, chunks, bool(options and options["include_usage"]))
+    check_stream(kind, chunks, options)
     for chunk in chunks:
         if kind == "chat":
             TypeAdapter(ChatCompletionChunk).validate_python(chunk, strict=True)

@@ -111,6 +111,12 @@ def test_a_wrong_value_is_refused_by_name(address: str, endpoint: str, field: Fi
         (b'{"prompt": "a", "speculative": {"rounds": 1}}', "invalid_value", "speculative.rounds", "boolean"),
         (b'{"prompt": "a", "speculative": {"n": 1}}', "unknown_parameter", "speculative.n", "n is not known"),
         (b'{"prompt": "a", "stream_options": {}}', "invalid_value", None, "stream"),
+        (
+            b'{"prompt": "a", "stream": true, "stream_options": {"continuous_usage_stats": true}}',
+            "invalid_value",
+            "stream_options",
+            "include_usage",
+        ),
         (b'{"prompt": "a", "metadata": ' + b'{"a":' * 300 + b"1" + b"}" * 301, "invalid_json", None, "recursion"),
     ],
 )
