@@ -273,5 +273,5 @@ class AnswerFlood:
                 self._counts.add_fault(self.service, f"not mended: {found.code}: {found.details}", b"")
         metrics = await asyncio.to_thread(read_page, page)
         for state in ("running", "waiting"):
-            if left := metrics.value(f"specdec_num_requests_{state}"):
+            if left := metrics.value(f"vllm:num_requests_{state}"):
                 self._counts.add_fault(self.service, f"{left:g} generations are {state} without a client", b"")

@@ -123,7 +123,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                     found[f"{role} sessions"] = metric_values(pages[role], "specdec_sessions")
                     found[f"{role} held blocks"] = held_blocks(pages[role])
                 for name in ("running", "waiting"):
-                    found[f"{name} requests"] = metric_values(pages["coordinator"], f"specdec_num_requests_{name}")
+                    found[f"{name} requests"] = metric_values(pages["coordinator"], f"vllm:num_requests_{name}")
                 return found
 
             def settled(limit: dict[str, float]) -> dict[str, float]:

@@ -133,7 +133,7 @@ class Witness:
             held[f"{name} blocks"] = page.value("specdec_kv_cache_blocks", state="held")
         page = self._running.page("coordinator")
         for state in ("running", "waiting"):
-            held[f"generations {state}"] = page.value(f"specdec_num_requests_{state}")
+            held[f"generations {state}"] = page.value(f"vllm:num_requests_{state}")
         return {name: value for name, value in held.items() if value}
 
     @contextmanager
