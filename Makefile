@@ -59,7 +59,7 @@ $(VENV)/.page-installed: $(VENV)/.installed
 	  && apt-get -qq update && apt-get -qq install --no-install-recommends -y chromium >/dev/null; }
 	@touch $@
 
-test: install  ## Run the tests (some 9 minutes on two cores).
+test: install  ## Run the tests (some 12 minutes on two cores).
 	@{ $(BIN)/python -m pytest -q -m 'not slow and not more' $(BESIDE) \
 	  && $(BIN)/python -m pytest -q -m 'not slow and not more' $(TIMED); } \
 	  && echo 'All tests passed: specdec works on this machine. `make test-more` runs the longer ones.' \
