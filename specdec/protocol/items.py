@@ -66,7 +66,8 @@ def check_suffix(length: int, suffix_token_ids: tuple[int, ...]) -> None:
 class Open:
     """Opens a session on a replica for at most `length_max` positions; computes nothing.
 
-    Cached prefixes are shared only among sessions of the same `cache_salt`.
+    Cached prefixes are shared only among sessions of the same `cache_salt`. `age_ms`: since the admission of a text
+    under way, 0 of a new one.
     """
 
     session: int
@@ -76,9 +77,11 @@ class Open:
     vocabulary_size: int
     trace: Trace = NO_TRACE
     cache_salt: str = ""
+    age_ms: int = 0
 
     def __post_init__(self) -> None:
         check_name(self.session, self.incarnation)
+        check_integer("age_ms", self.age_ms, 0, UINT32_MAX)
         check_integer("length_max", self.length_max, 2, TOKENS_MAX)
         check_integer("vocabulary_size", self.vocabulary_size, 2, TOKENS_MAX)
         check_salt(self.cache_salt)

@@ -48,7 +48,7 @@ TOKENS = (
         VerifyItem.base_position,suffix_token_ids[],draft_token_ids[] CommitItem.committed_length,suffix_token_ids[]
         VerificationResultItem.recovered_token_ids[],head_token_ids[],cached_prompt_tokens
         Logprobs,TokenLogprobs.top_token_ids[]
-        NodesItem.root_length Delta.first_output_index,token_ids[] Finished.stop_token_id
+        NodesItem.root_length Moved.first_output_index Delta.first_output_index,token_ids[] Finished.stop_token_id
         Round.draft_token_ids[] Usage.prompt_tokens,output_tokens Statistics.cached_prompt_tokens""",
     ),
     Limit(
@@ -144,7 +144,25 @@ SAMPLING = (
     Limit("one text", 1, "several texts per request are not offered", "SamplingParams.n", low=1),
 )
 NAMES = (
+    Limit(
+        "REPLICA_COUNT_MAX",
+        types.REPLICA_COUNT_MAX,
+        "of a pool: each has a connection with pings",
+        "CoordinatorDescribeResponse.targets,drafts",
+    ),
     Limit("LABEL_LENGTH_MAX", request.LABEL_LENGTH_MAX, "every log line contains it", "GenerateRequest.label"),
+    Limit(
+        "PROMPT_CACHE_KEY_LENGTH_MAX",
+        request.PROMPT_CACHE_KEY_LENGTH_MAX,
+        "enough for a random name; it is digested",
+        "GenerateRequest.prompt_cache_key",
+    ),
+    Limit(
+        "INSTANCE_LENGTH_MAX",
+        types.INSTANCE_LENGTH_MAX,
+        "a random number in hexadecimal",
+        "DescribeResponse.instance",
+    ),
     Limit(
         "CACHE_SALT_LENGTH_MAX",
         types.CACHE_SALT_LENGTH_MAX,
@@ -167,13 +185,13 @@ NAMES = (
         "DIGEST_LENGTH_MAX",
         types.DIGEST_LENGTH_MAX,
         "twice the hexadecimal digits of SHA-256",
-        "DescribeResponse,Started.model_digest DescribeResponse.tokenizer_fingerprint",
+        "DescribeResponse,Started,ReplicaGroup.model_digest DescribeResponse.tokenizer_fingerprint",
     ),
     Limit(
         "NAME_LENGTH_MAX",
         types.NAME_LENGTH_MAX,
         "the name of a model may be the path of its folder",
-        "DescribeResponse.model_name,trace_service NumericsProfile.dtype,device,libraries",
+        "DescribeResponse.model_name,trace_service ReplicaGroup.model_name NumericsProfile.dtype,device,libraries",
     ),
     Limit(
         "FAILURE_WORD_LENGTH_MAX",
@@ -308,6 +326,8 @@ MEASUREMENTS = (
         Statistics.num_accepted_draft_tokens,acceptance_histogram[],draft_waits_expired,num_evaluated_nodes
         Statistics.num_branch_nodes,num_recovered_lookups,num_recovered_hits,num_bonus_lookups,num_bonus_hits
         Statistics.num_branch_tokens_accepted,num_rounds_off,preemptions,num_rounds_exploring,num_paths
+        Statistics.num_target_changes,num_draft_changes OpenItem.age_ms Load.sessions,load_thousandths
+        ReplicaGroup.num_replicas
         Statistics.num_model_draft_tokens,num_model_accepted_tokens,num_ngram_draft_tokens,num_ngram_accepted_tokens
         Statistics.num_suffix_draft_tokens,num_suffix_accepted_tokens,num_heads_draft_tokens,num_heads_accepted_tokens
         Statistics.num_prediction_draft_tokens,num_prediction_accepted_tokens""",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from specdec.protocol.items import UINT32_MAX, Nodes, Verification
 from specdec.protocol.policy import Prediction
 from specdec.protocol.records import RoundRecord
-from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
+from specdec.protocol.types import Description, FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 
 SUMMED_TIMES_PER_S = 2**20
 DELTA_TOKEN_COUNT_MAX = 1024  # in one message: with 20 logprobs each, text and rounds below 2 MiB, of a client's 4 MiB
@@ -215,6 +215,8 @@ class Statistics:
     num_prediction_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "", "prediction")
     num_heads_draft_tokens: int = of_proposer("specdec_proposed_tokens", "", "heads")
     num_heads_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "", "heads")
+    num_target_changes: int = traced()
+    num_draft_changes: int = traced()
     num_rounds_exploring: int = traced()
     exploration_loss_s: float = summed()
     cached_prompt_tokens: int = traced("specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.")
@@ -333,6 +335,14 @@ SERIES = tuple((own.name, own.metadata["series"]) for own in fields(Statistics) 
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """The output tokens from `first_output_index` on come from a target of other numerics, `target`."""
+
+    first_output_index: int
+    target: Description
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The text ended."""
 
@@ -345,4 +355,4 @@ class Finished:
     trace_id: str
 
 
-Event = Started | Delta | Finished
+Event = Started | Delta | Moved | Finished

@@ -29,7 +29,7 @@ from specdec.protocol.types import (
 )
 
 MAX_TOKENS_DEFAULT = 256
-LABEL_LENGTH_MAX = 128
+LABEL_LENGTH_MAX = PROMPT_CACHE_KEY_LENGTH_MAX = 128
 DRAFT_WAIT_MS_MAX = 60_000
 STOP_STRING_COUNT_MAX, STOP_STRING_BYTES_MAX = 16, 256
 STOP_TOKEN_COUNT_MAX = 64
@@ -134,6 +134,7 @@ class GenerationRequest:
     cache_salt: str = ""
     predicted_text: str | None = None
     predicted_token_ids: tuple[int, ...] = ()
+    prompt_cache_key: str = ""
 
     def __post_init__(self) -> None:
         if self.text is not None and not self.text:
@@ -143,6 +144,9 @@ class GenerationRequest:
         if len(self.label) > LABEL_LENGTH_MAX:
             raise InvalidRequest("label", f"{len(self.label)} characters", f"at most {LABEL_LENGTH_MAX} characters")
         check_salt(self.cache_salt)
+        if len(self.prompt_cache_key) > PROMPT_CACHE_KEY_LENGTH_MAX:
+            limit = f"at most {PROMPT_CACHE_KEY_LENGTH_MAX} characters"
+            raise InvalidRequest("prompt_cache_key", f"{len(self.prompt_cache_key)} characters", limit)
         if self.withheld_proposers.intersection(self.speculative.proposers):
             limit = "absent or false with proposer SUFFIX, or a cache_salt with it: guesses are texts of the same salt"
             raise InvalidRequest("speculative.report_rounds", True, limit)

@@ -45,12 +45,14 @@ NODES_PER_ITEM_MAX = (2 + SIBLINGS_MAX) * NODES_PER_STEP_LIMIT  # each evaluated
 CONFIDENCE_EDGES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 CONFIDENCE_MAX = len(CONFIDENCE_EDGES) + 1
 STEP_TIME_COUNT_MAX = 16
+REPLICA_COUNT_MAX = 1024  # of a pool
+INSTANCE_LENGTH_MAX = 64  # of a random number of 128 bits in hexadecimal there are 32
 DIGEST_LENGTH_MAX = 128  # of a SHA-256 in hexadecimal there are 64
 NAME_LENGTH_MAX = 4096  # of a model, which may be the path of its folder; of devices and libraries
 FAILURE_TEXT_LENGTH_MAX = 4096
 FAILURE_WORD_LENGTH_MAX = 256  # of a reason or a field
 CACHE_SALT_LENGTH_MAX = 128
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Rule(enum.Enum):
@@ -352,7 +354,7 @@ class Description:
     verification for a target, nodes for a draft. Empty without measurements. `trace_service`: service.name of the spans
     it records, empty if it records none. `draft_vocabulary_size`: number of the ids it proposes, 0: all;
     `draft_vocabulary_share`: of the tokens of a sample text, 0 to 1. `num_heads`: of a target, that propose tokens;
-    `head_times`: (sessions, seconds) that they add to a step.
+    `head_times`: (sessions, seconds) that they add to a step. `instance`: of the process that answers.
     """
 
     model_digest: str
@@ -374,6 +376,12 @@ class Description:
     draft_vocabulary_share: float = 1.0
     num_heads: int = 0
     head_times: tuple[tuple[int, float], ...] = ()
+    instance: str = ""
+
+    @property
+    def numerics(self) -> tuple[str, str, str, int]:
+        """What decides rounding: with one digest and equal numerics GREEDY and COUPLED give equal texts."""
+        return self.dtype, self.device, self.libraries, self.tensor_parallel_size
 
     @property
     def draft_vocabulary_sentence(self) -> str:

@@ -21,6 +21,7 @@ from specdec.protocol.types import (
     DRAFT_PROBS_TOKEN_COUNT_MAX,
     DRAFT_PROBS_WEIGHT_CODES,
     DRAFT_PROBS_WEIGHTS,
+    INSTANCE_LENGTH_MAX,
     LOGIT_BIAS_COUNT_MAX,
     NAME_LENGTH_MAX,
     PARAMS_STOP_TOKEN_COUNT_MAX,
@@ -178,6 +179,7 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         draft_vocabulary_share=description.draft_vocabulary_share,
         num_heads=description.num_heads,
         head_times=_step_times_to_message(description.head_times),
+        instance=description.instance,
     )
 
 
@@ -242,4 +244,5 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
         draft_vocabulary_share=message.draft_vocabulary_share,
         num_heads=message.num_heads,
         head_times=_step_times_from_message("head_times", message.head_times),
+        instance=bounded("instance", message.instance, INSTANCE_LENGTH_MAX),
     )

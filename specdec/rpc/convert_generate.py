@@ -13,7 +13,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from specdec.config import SpeculationSettings
 from specdec.errors import InvalidRequest
-from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
+from specdec.protocol.report import Delta, Event, Finished, Moved, Started, Statistics
 from specdec.protocol.request import (
     STOP_STRING_COUNT_MAX,
     STOP_TOKEN_COUNT_MAX,
@@ -139,6 +139,7 @@ def request_from_message(message: coordinator_pb.GenerateRequest, positions_max:
         resumed_token_ids=tuple(message.resume.output_token_ids),
         label=message.label,
         cache_salt=message.cache_salt,
+        prompt_cache_key=message.prompt_cache_key,
         **prediction_from_message(message),
     )
 
@@ -159,6 +160,10 @@ def event_to_message(event: Event, target: Description) -> coordinator_pb.Genera
     """Returns the message of one event; `started` describes the model of `target`."""
     if isinstance(event, Delta):
         return coordinator_pb.GenerateResponse(delta=_delta_fields(event))
+    if isinstance(event, Moved):
+        numerics = numerics_to_message(event.target)
+        moved = coordinator_pb.Moved(first_output_index=event.first_output_index, numerics=numerics)
+        return coordinator_pb.GenerateResponse(moved=moved)
     if isinstance(event, Started):
         return coordinator_pb.GenerateResponse(started=_started_to_message(event, target))
     return coordinator_pb.GenerateResponse(finished=_finished_to_message(event))

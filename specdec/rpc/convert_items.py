@@ -86,6 +86,7 @@ def _open_fields(item: items.Open) -> Fields:
         "vocabulary_size": item.vocabulary_size,
         "trace": trace_to_message(item.trace),
         "cache_salt": item.cache_salt,
+        "age_ms": item.age_ms,
     }
 
 
@@ -98,6 +99,7 @@ def _open_from_message(message: types_pb.OpenItem) -> items.Open:
         message.vocabulary_size,
         trace_from_message(message.trace),
         message.cache_salt,
+        message.age_ms,
     )
 
 

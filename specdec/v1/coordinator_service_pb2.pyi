@@ -55,7 +55,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "sampling", "speculative", "resume", "label", "cache_salt", "prediction")
+    __slots__ = ("text", "token_ids", "sampling", "speculative", "resume", "label", "cache_salt", "prediction", "prompt_cache_key")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class GenerateRequest(_message.Message):
     LABEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     sampling: SamplingParams
@@ -72,7 +73,8 @@ class GenerateRequest(_message.Message):
     label: str
     cache_salt: str
     prediction: Prediction
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[SpeculativePolicy, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., label: _Optional[str] = ..., cache_salt: _Optional[str] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+    prompt_cache_key: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[SpeculativePolicy, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., label: _Optional[str] = ..., cache_salt: _Optional[str] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., prompt_cache_key: _Optional[str] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("text", "token_ids")
@@ -155,14 +157,16 @@ class Resume(_message.Message):
     def __init__(self, output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "delta", "finished")
+    __slots__ = ("started", "delta", "finished", "moved")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: Delta
     finished: Finished
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    moved: Moved
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "seed", "rule", "model_digest", "numerics", "prompt_length", "max_tokens", "rule_reason")
@@ -183,6 +187,14 @@ class Started(_message.Message):
     max_tokens: int
     rule_reason: str
     def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ..., prompt_length: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rule_reason: _Optional[str] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("first_output_index", "numerics")
+    FIRST_OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    first_output_index: int
+    numerics: _types_pb2.NumericsProfile
+    def __init__(self, first_output_index: _Optional[int] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs", "text_lengths", "proposers", "rounds")
@@ -267,7 +279,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s", "num_model_draft_tokens", "num_model_accepted_tokens", "num_ngram_draft_tokens", "num_ngram_accepted_tokens", "num_suffix_draft_tokens", "num_suffix_accepted_tokens", "num_prediction_draft_tokens", "num_prediction_accepted_tokens", "num_heads_draft_tokens", "num_heads_accepted_tokens", "num_paths")
+    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s", "num_model_draft_tokens", "num_model_accepted_tokens", "num_ngram_draft_tokens", "num_ngram_accepted_tokens", "num_suffix_draft_tokens", "num_suffix_accepted_tokens", "num_prediction_draft_tokens", "num_prediction_accepted_tokens", "num_heads_draft_tokens", "num_heads_accepted_tokens", "num_paths", "num_target_changes", "num_draft_changes")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +321,8 @@ class Statistics(_message.Message):
     NUM_HEADS_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_HEADS_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PATHS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TARGET_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_CHANGES_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -350,7 +364,9 @@ class Statistics(_message.Message):
     num_heads_draft_tokens: int
     num_heads_accepted_tokens: int
     num_paths: int
-    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ..., num_model_draft_tokens: _Optional[int] = ..., num_model_accepted_tokens: _Optional[int] = ..., num_ngram_draft_tokens: _Optional[int] = ..., num_ngram_accepted_tokens: _Optional[int] = ..., num_suffix_draft_tokens: _Optional[int] = ..., num_suffix_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_prediction_accepted_tokens: _Optional[int] = ..., num_heads_draft_tokens: _Optional[int] = ..., num_heads_accepted_tokens: _Optional[int] = ..., num_paths: _Optional[int] = ...) -> None: ...
+    num_target_changes: int
+    num_draft_changes: int
+    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ..., num_model_draft_tokens: _Optional[int] = ..., num_model_accepted_tokens: _Optional[int] = ..., num_ngram_draft_tokens: _Optional[int] = ..., num_ngram_accepted_tokens: _Optional[int] = ..., num_suffix_draft_tokens: _Optional[int] = ..., num_suffix_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_prediction_accepted_tokens: _Optional[int] = ..., num_heads_draft_tokens: _Optional[int] = ..., num_heads_accepted_tokens: _Optional[int] = ..., num_paths: _Optional[int] = ..., num_target_changes: _Optional[int] = ..., num_draft_changes: _Optional[int] = ...) -> None: ...
 
 class TimeSplit(_message.Message):
     __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
@@ -371,7 +387,7 @@ class TimeSplit(_message.Message):
     def __init__(self, time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_sampling_s: _Optional[float] = ..., target_link_s: _Optional[float] = ...) -> None: ...
 
 class CoordinatorDescribeResponse(_message.Message):
-    __slots__ = ("target", "draft", "draft_absent_reason", "num_speculative_tokens_max", "num_speculative_tokens", "draft_window_max", "draft_nodes_per_step_max", "draft_siblings_max")
+    __slots__ = ("target", "draft", "draft_absent_reason", "num_speculative_tokens_max", "num_speculative_tokens", "draft_window_max", "draft_nodes_per_step_max", "draft_siblings_max", "targets", "drafts")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ABSENT_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +396,8 @@ class CoordinatorDescribeResponse(_message.Message):
     DRAFT_WINDOW_MAX_FIELD_NUMBER: _ClassVar[int]
     DRAFT_NODES_PER_STEP_MAX_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SIBLINGS_MAX_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     target: _types_pb2.DescribeResponse
     draft: _types_pb2.DescribeResponse
     draft_absent_reason: str
@@ -388,4 +406,18 @@ class CoordinatorDescribeResponse(_message.Message):
     draft_window_max: int
     draft_nodes_per_step_max: int
     draft_siblings_max: int
-    def __init__(self, target: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft_absent_reason: _Optional[str] = ..., num_speculative_tokens_max: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., draft_window_max: _Optional[int] = ..., draft_nodes_per_step_max: _Optional[int] = ..., draft_siblings_max: _Optional[int] = ...) -> None: ...
+    targets: _containers.RepeatedCompositeFieldContainer[ReplicaGroup]
+    drafts: _containers.RepeatedCompositeFieldContainer[ReplicaGroup]
+    def __init__(self, target: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft_absent_reason: _Optional[str] = ..., num_speculative_tokens_max: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., draft_window_max: _Optional[int] = ..., draft_nodes_per_step_max: _Optional[int] = ..., draft_siblings_max: _Optional[int] = ..., targets: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[ReplicaGroup, _Mapping]]] = ...) -> None: ...
+
+class ReplicaGroup(_message.Message):
+    __slots__ = ("model_digest", "model_name", "numerics", "num_replicas")
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    model_digest: str
+    model_name: str
+    numerics: _types_pb2.NumericsProfile
+    num_replicas: int
+    def __init__(self, model_digest: _Optional[str] = ..., model_name: _Optional[str] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ..., num_replicas: _Optional[int] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import types_pb2 as specdec_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especdec/v1/draft_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"a\n\x0c\x44raftRequest\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12+\n\x05items\x18\x02 \x03(\x0b\x32\x1c.specdec.v1.DraftRequestItem\"\xbc\x01\n\x10\x44raftRequestItem\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.specdec.v1.OpenItemH\x00\x12(\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ExtendItemH\x00\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x16.specdec.v1.CommitItemH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.specdec.v1.CloseItemH\x00\x42\x06\n\x04item\"\xde\x01\n\nCommitItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12\x18\n\x10suffix_token_ids\x18\x04 \x03(\r\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\'\n\x05trace\x18\x06 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12\x16\n\x0enodes_per_step\x18\x07 \x01(\r\x12\x10\n\x08siblings\x18\x08 \x01(\r\x12\x13\n\x0bwait_length\x18\t \x01(\r\"c\n\rDraftResponse\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.specdec.v1.DraftResponseItem\"\xa4\x01\n\x11\x44raftResponseItem\x12&\n\x05nodes\x18\x01 \x01(\x0b\x32\x15.specdec.v1.NodesItemH\x00\x12\x37\n\x0emissing_tokens\x18\x02 \x01(\x0b\x32\x1d.specdec.v1.MissingTokensItemH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ErrorItemH\x00\x42\x06\n\x04item\"\xdc\x01\n\tNodesItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x13\n\x0broot_length\x18\x04 \x01(\r\x12#\n\x05nodes\x18\x05 \x03(\x0b\x32\x14.specdec.v1.TreeNode\x12\x0f\n\x07step_us\x18\x06 \x01(\r\x12\x11\n\tstep_rows\x18\x07 \x01(\r\x12\x10\n\x08\x64\x65tailed\x18\x08 \x01(\x08\x12\x11\n\tworked_us\x18\t \x01(\r\x12\x17\n\x0f\x61\x63tive_sessions\x18\n \x01(\r\"\x93\x01\n\x08TreeNode\x12\x0f\n\x07node_id\x18\x01 \x01(\r\x12\x13\n\x0bparent_back\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0e\n\x06\x62ranch\x18\x04 \x01(\x08\x12+\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x16.specdec.v1.DraftProbs\x12\x12\n\nconfidence\x18\x06 \x01(\r2\x97\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x12\x45\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1c.specdec.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especdec/v1/draft_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"a\n\x0c\x44raftRequest\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12+\n\x05items\x18\x02 \x03(\x0b\x32\x1c.specdec.v1.DraftRequestItem\"\xbc\x01\n\x10\x44raftRequestItem\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.specdec.v1.OpenItemH\x00\x12(\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ExtendItemH\x00\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x16.specdec.v1.CommitItemH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.specdec.v1.CloseItemH\x00\x42\x06\n\x04item\"\xde\x01\n\nCommitItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12\x18\n\x10suffix_token_ids\x18\x04 \x03(\r\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\'\n\x05trace\x18\x06 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12\x16\n\x0enodes_per_step\x18\x07 \x01(\r\x12\x10\n\x08siblings\x18\x08 \x01(\r\x12\x13\n\x0bwait_length\x18\t \x01(\r\"\x83\x01\n\rDraftResponse\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.specdec.v1.DraftResponseItem\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.specdec.v1.Load\"\xa4\x01\n\x11\x44raftResponseItem\x12&\n\x05nodes\x18\x01 \x01(\x0b\x32\x15.specdec.v1.NodesItemH\x00\x12\x37\n\x0emissing_tokens\x18\x02 \x01(\x0b\x32\x1d.specdec.v1.MissingTokensItemH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ErrorItemH\x00\x42\x06\n\x04item\"\xdc\x01\n\tNodesItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x13\n\x0broot_length\x18\x04 \x01(\r\x12#\n\x05nodes\x18\x05 \x03(\x0b\x32\x14.specdec.v1.TreeNode\x12\x0f\n\x07step_us\x18\x06 \x01(\r\x12\x11\n\tstep_rows\x18\x07 \x01(\r\x12\x10\n\x08\x64\x65tailed\x18\x08 \x01(\x08\x12\x11\n\tworked_us\x18\t \x01(\r\x12\x17\n\x0f\x61\x63tive_sessions\x18\n \x01(\r\"\x93\x01\n\x08TreeNode\x12\x0f\n\x07node_id\x18\x01 \x01(\r\x12\x13\n\x0bparent_back\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0e\n\x06\x62ranch\x18\x04 \x01(\x08\x12+\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x16.specdec.v1.DraftProbs\x12\x12\n\nconfidence\x18\x06 \x01(\r2\x97\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x12\x45\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1c.specdec.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,14 +38,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTREQUESTITEM']._serialized_end=358
   _globals['_COMMITITEM']._serialized_start=361
   _globals['_COMMITITEM']._serialized_end=583
-  _globals['_DRAFTRESPONSE']._serialized_start=585
-  _globals['_DRAFTRESPONSE']._serialized_end=684
-  _globals['_DRAFTRESPONSEITEM']._serialized_start=687
-  _globals['_DRAFTRESPONSEITEM']._serialized_end=851
-  _globals['_NODESITEM']._serialized_start=854
-  _globals['_NODESITEM']._serialized_end=1074
-  _globals['_TREENODE']._serialized_start=1077
-  _globals['_TREENODE']._serialized_end=1224
-  _globals['_DRAFTSERVICE']._serialized_start=1227
-  _globals['_DRAFTSERVICE']._serialized_end=1378
+  _globals['_DRAFTRESPONSE']._serialized_start=586
+  _globals['_DRAFTRESPONSE']._serialized_end=717
+  _globals['_DRAFTRESPONSEITEM']._serialized_start=720
+  _globals['_DRAFTRESPONSEITEM']._serialized_end=884
+  _globals['_NODESITEM']._serialized_start=887
+  _globals['_NODESITEM']._serialized_end=1107
+  _globals['_TREENODE']._serialized_start=1110
+  _globals['_TREENODE']._serialized_end=1257
+  _globals['_DRAFTSERVICE']._serialized_start=1260
+  _globals['_DRAFTSERVICE']._serialized_end=1411
 # @@protoc_insertion_point(module_scope)

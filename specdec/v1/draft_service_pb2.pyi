@@ -50,12 +50,14 @@ class CommitItem(_message.Message):
     def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., nodes_per_step: _Optional[int] = ..., siblings: _Optional[int] = ..., wait_length: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
-    __slots__ = ("stamp", "items")
+    __slots__ = ("stamp", "items", "load")
     STAMP_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     stamp: _types_pb2.LinkStamp
     items: _containers.RepeatedCompositeFieldContainer[DraftResponseItem]
-    def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[DraftResponseItem, _Mapping]]] = ...) -> None: ...
+    load: _types_pb2.Load
+    def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[DraftResponseItem, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class DraftResponseItem(_message.Message):
     __slots__ = ("nodes", "missing_tokens", "error")

@@ -52,12 +52,14 @@ class VerifyItem(_message.Message):
     def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., parents: _Optional[_Iterable[int]] = ..., want_heads: bool = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("stamp", "items")
+    __slots__ = ("stamp", "items", "load")
     STAMP_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     stamp: _types_pb2.LinkStamp
     items: _containers.RepeatedCompositeFieldContainer[VerifyResponseItem]
-    def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[VerifyResponseItem, _Mapping]]] = ...) -> None: ...
+    load: _types_pb2.Load
+    def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[VerifyResponseItem, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class VerifyResponseItem(_message.Message):
     __slots__ = ("result", "missing_tokens", "error")

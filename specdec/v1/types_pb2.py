@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/types.proto\x12\nspecdec.v1\"\xeb\x02\n\x16ResolvedSamplingParams\x12\x1e\n\x04rule\x18\x01 \x01(\x0e\x32\x10.specdec.v1.Rule\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12)\n\nlogit_bias\x18\n \x03(\x0b\x32\x15.specdec.v1.LogitBias\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprompt_length\x18\x0e \x01(\rB\x0b\n\t_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\":\n\nDraftProbs\x12\x16\n\x0etoken_id_steps\x18\x01 \x03(\r\x12\x14\n\x0cweight_codes\x18\x02 \x01(\x0c\"v\n\tLinkStamp\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x14\n\x0csent_time_us\x18\x02 \x01(\x04\x12\x15\n\recho_sequence\x18\x03 \x01(\r\x12\x14\n\x0c\x65\x63ho_held_us\x18\x04 \x01(\x04\x12\x14\n\x0cwall_time_us\x18\x05 \x01(\x04\"T\n\x0cTraceContext\x12\x10\n\x08trace_id\x18\x01 \x01(\x0c\x12\x0f\n\x07span_id\x18\x02 \x01(\x0c\x12\x0f\n\x07sampled\x18\x03 \x01(\x08\x12\x10\n\x08\x64\x65tailed\x18\x04 \x01(\x08\"\xce\x01\n\x08OpenItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x32\n\x06params\x18\x03 \x01(\x0b\x32\".specdec.v1.ResolvedSamplingParams\x12\x12\n\nlength_max\x18\x04 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\r\x12\'\n\x05trace\x18\x06 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"]\n\nExtendItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x16\n\x0estart_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"1\n\tCloseItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\"`\n\x11MissingTokensItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x14\n\x0cknown_length\x18\x03 \x01(\r\x12\x0f\n\x07unknown\x18\x04 \x01(\x08\"\x87\x01\n\tErrorItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\r\n\x05\x66ield\x18\x06 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x07 \x01(\r\"\x11\n\x0f\x44\x65scribeRequest\"\x85\x04\n\x10\x44\x65scribeResponse\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\rpositions_max\x18\x05 \x01(\r\x12-\n\x08numerics\x18\x06 \x01(\x0b\x32\x1b.specdec.v1.NumericsProfile\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x15\n\rend_token_ids\x18\x08 \x03(\r\x12$\n\x05\x63\x61\x63he\x18\t \x01(\x0b\x32\x15.specdec.v1.CacheSize\x12(\n\nstep_times\x18\n \x03(\x0b\x32\x14.specdec.v1.StepTime\x12\x15\n\rtrace_service\x18\x0b \x01(\t\x12\x1d\n\x15\x64raft_vocabulary_size\x18\x0c \x01(\r\x12\x35\n\x10\x64raft_vocabulary\x18\r \x01(\x0e\x32\x1b.specdec.v1.DraftVocabulary\x12\x1e\n\x16\x64raft_vocabulary_share\x18\x0e \x01(\x01\x12\x11\n\tnum_heads\x18\x0f \x01(\r\x12(\n\nhead_times\x18\x10 \x03(\x0b\x32\x14.specdec.v1.StepTime\")\n\x08StepTime\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07step_us\x18\x02 \x01(\r\"C\n\tCacheSize\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"a\n\x0fNumericsProfile\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x11\n\tlibraries\x18\x04 \x01(\t*S\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x12\n\x0eRULE_REJECTION\x10\x02\x12\x10\n\x0cRULE_COUPLED\x10\x03*g\n\x0f\x44raftVocabulary\x12\x1a\n\x16\x44RAFT_VOCABULARY_EQUAL\x10\x00\x12\x1b\n\x17\x44RAFT_VOCABULARY_SUBSET\x10\x01\x12\x1b\n\x17\x44RAFT_VOCABULARY_MAPPED\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/types.proto\x12\nspecdec.v1\"\xeb\x02\n\x16ResolvedSamplingParams\x12\x1e\n\x04rule\x18\x01 \x01(\x0e\x32\x10.specdec.v1.Rule\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12)\n\nlogit_bias\x18\n \x03(\x0b\x32\x15.specdec.v1.LogitBias\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprompt_length\x18\x0e \x01(\rB\x0b\n\t_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\":\n\nDraftProbs\x12\x16\n\x0etoken_id_steps\x18\x01 \x03(\r\x12\x14\n\x0cweight_codes\x18\x02 \x01(\x0c\"v\n\tLinkStamp\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x14\n\x0csent_time_us\x18\x02 \x01(\x04\x12\x15\n\recho_sequence\x18\x03 \x01(\r\x12\x14\n\x0c\x65\x63ho_held_us\x18\x04 \x01(\x04\x12\x14\n\x0cwall_time_us\x18\x05 \x01(\x04\"2\n\x04Load\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x18\n\x10load_thousandths\x18\x02 \x01(\r\"T\n\x0cTraceContext\x12\x10\n\x08trace_id\x18\x01 \x01(\x0c\x12\x0f\n\x07span_id\x18\x02 \x01(\x0c\x12\x0f\n\x07sampled\x18\x03 \x01(\x08\x12\x10\n\x08\x64\x65tailed\x18\x04 \x01(\x08\"\xde\x01\n\x08OpenItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x32\n\x06params\x18\x03 \x01(\x0b\x32\".specdec.v1.ResolvedSamplingParams\x12\x12\n\nlength_max\x18\x04 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\r\x12\'\n\x05trace\x18\x06 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x08 \x01(\r\"]\n\nExtendItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x16\n\x0estart_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"1\n\tCloseItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\"`\n\x11MissingTokensItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x14\n\x0cknown_length\x18\x03 \x01(\r\x12\x0f\n\x07unknown\x18\x04 \x01(\x08\"\x87\x01\n\tErrorItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\r\n\x05\x66ield\x18\x06 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x07 \x01(\r\"\x11\n\x0f\x44\x65scribeRequest\"\x97\x04\n\x10\x44\x65scribeResponse\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\rpositions_max\x18\x05 \x01(\r\x12-\n\x08numerics\x18\x06 \x01(\x0b\x32\x1b.specdec.v1.NumericsProfile\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x15\n\rend_token_ids\x18\x08 \x03(\r\x12$\n\x05\x63\x61\x63he\x18\t \x01(\x0b\x32\x15.specdec.v1.CacheSize\x12(\n\nstep_times\x18\n \x03(\x0b\x32\x14.specdec.v1.StepTime\x12\x15\n\rtrace_service\x18\x0b \x01(\t\x12\x1d\n\x15\x64raft_vocabulary_size\x18\x0c \x01(\r\x12\x35\n\x10\x64raft_vocabulary\x18\r \x01(\x0e\x32\x1b.specdec.v1.DraftVocabulary\x12\x1e\n\x16\x64raft_vocabulary_share\x18\x0e \x01(\x01\x12\x11\n\tnum_heads\x18\x0f \x01(\r\x12(\n\nhead_times\x18\x10 \x03(\x0b\x32\x14.specdec.v1.StepTime\x12\x10\n\x08instance\x18\x11 \x01(\t\")\n\x08StepTime\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07step_us\x18\x02 \x01(\r\"C\n\tCacheSize\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"a\n\x0fNumericsProfile\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x11\n\tlibraries\x18\x04 \x01(\t*S\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x12\n\x0eRULE_REJECTION\x10\x02\x12\x10\n\x0cRULE_COUPLED\x10\x03*g\n\x0f\x44raftVocabulary\x12\x1a\n\x16\x44RAFT_VOCABULARY_EQUAL\x10\x00\x12\x1b\n\x17\x44RAFT_VOCABULARY_SUBSET\x10\x01\x12\x1b\n\x17\x44RAFT_VOCABULARY_MAPPED\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specdec.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RULE']._serialized_start=2056
-  _globals['_RULE']._serialized_end=2139
-  _globals['_DRAFTVOCABULARY']._serialized_start=2141
-  _globals['_DRAFTVOCABULARY']._serialized_end=2244
+  _globals['_RULE']._serialized_start=2142
+  _globals['_RULE']._serialized_end=2225
+  _globals['_DRAFTVOCABULARY']._serialized_start=2227
+  _globals['_DRAFTVOCABULARY']._serialized_end=2330
   _globals['_RESOLVEDSAMPLINGPARAMS']._serialized_start=39
   _globals['_RESOLVEDSAMPLINGPARAMS']._serialized_end=402
   _globals['_LOGITBIAS']._serialized_start=404
@@ -43,26 +43,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTPROBS']._serialized_end=507
   _globals['_LINKSTAMP']._serialized_start=509
   _globals['_LINKSTAMP']._serialized_end=627
-  _globals['_TRACECONTEXT']._serialized_start=629
-  _globals['_TRACECONTEXT']._serialized_end=713
-  _globals['_OPENITEM']._serialized_start=716
-  _globals['_OPENITEM']._serialized_end=922
-  _globals['_EXTENDITEM']._serialized_start=924
-  _globals['_EXTENDITEM']._serialized_end=1017
-  _globals['_CLOSEITEM']._serialized_start=1019
-  _globals['_CLOSEITEM']._serialized_end=1068
-  _globals['_MISSINGTOKENSITEM']._serialized_start=1070
-  _globals['_MISSINGTOKENSITEM']._serialized_end=1166
-  _globals['_ERRORITEM']._serialized_start=1169
-  _globals['_ERRORITEM']._serialized_end=1304
-  _globals['_DESCRIBEREQUEST']._serialized_start=1306
-  _globals['_DESCRIBEREQUEST']._serialized_end=1323
-  _globals['_DESCRIBERESPONSE']._serialized_start=1326
-  _globals['_DESCRIBERESPONSE']._serialized_end=1843
-  _globals['_STEPTIME']._serialized_start=1845
-  _globals['_STEPTIME']._serialized_end=1886
-  _globals['_CACHESIZE']._serialized_start=1888
-  _globals['_CACHESIZE']._serialized_end=1955
-  _globals['_NUMERICSPROFILE']._serialized_start=1957
-  _globals['_NUMERICSPROFILE']._serialized_end=2054
+  _globals['_LOAD']._serialized_start=629
+  _globals['_LOAD']._serialized_end=679
+  _globals['_TRACECONTEXT']._serialized_start=681
+  _globals['_TRACECONTEXT']._serialized_end=765
+  _globals['_OPENITEM']._serialized_start=768
+  _globals['_OPENITEM']._serialized_end=990
+  _globals['_EXTENDITEM']._serialized_start=992
+  _globals['_EXTENDITEM']._serialized_end=1085
+  _globals['_CLOSEITEM']._serialized_start=1087
+  _globals['_CLOSEITEM']._serialized_end=1136
+  _globals['_MISSINGTOKENSITEM']._serialized_start=1138
+  _globals['_MISSINGTOKENSITEM']._serialized_end=1234
+  _globals['_ERRORITEM']._serialized_start=1237
+  _globals['_ERRORITEM']._serialized_end=1372
+  _globals['_DESCRIBEREQUEST']._serialized_start=1374
+  _globals['_DESCRIBEREQUEST']._serialized_end=1391
+  _globals['_DESCRIBERESPONSE']._serialized_start=1394
+  _globals['_DESCRIBERESPONSE']._serialized_end=1929
+  _globals['_STEPTIME']._serialized_start=1931
+  _globals['_STEPTIME']._serialized_end=1972
+  _globals['_CACHESIZE']._serialized_start=1974
+  _globals['_CACHESIZE']._serialized_end=2041
+  _globals['_NUMERICSPROFILE']._serialized_start=2043
+  _globals['_NUMERICSPROFILE']._serialized_end=2140
 # @@protoc_insertion_point(module_scope)

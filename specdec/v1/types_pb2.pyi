@@ -89,6 +89,14 @@ class LinkStamp(_message.Message):
     wall_time_us: int
     def __init__(self, sequence: _Optional[int] = ..., sent_time_us: _Optional[int] = ..., echo_sequence: _Optional[int] = ..., echo_held_us: _Optional[int] = ..., wall_time_us: _Optional[int] = ...) -> None: ...
 
+class Load(_message.Message):
+    __slots__ = ("sessions", "load_thousandths")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_THOUSANDTHS_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    load_thousandths: int
+    def __init__(self, sessions: _Optional[int] = ..., load_thousandths: _Optional[int] = ...) -> None: ...
+
 class TraceContext(_message.Message):
     __slots__ = ("trace_id", "span_id", "sampled", "detailed")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -102,7 +110,7 @@ class TraceContext(_message.Message):
     def __init__(self, trace_id: _Optional[bytes] = ..., span_id: _Optional[bytes] = ..., sampled: bool = ..., detailed: bool = ...) -> None: ...
 
 class OpenItem(_message.Message):
-    __slots__ = ("session", "incarnation", "params", "length_max", "vocabulary_size", "trace", "cache_salt")
+    __slots__ = ("session", "incarnation", "params", "length_max", "vocabulary_size", "trace", "cache_salt", "age_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +118,7 @@ class OpenItem(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     params: ResolvedSamplingParams
@@ -117,7 +126,8 @@ class OpenItem(_message.Message):
     vocabulary_size: int
     trace: TraceContext
     cache_salt: str
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., params: _Optional[_Union[ResolvedSamplingParams, _Mapping]] = ..., length_max: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    age_ms: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., params: _Optional[_Union[ResolvedSamplingParams, _Mapping]] = ..., length_max: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class ExtendItem(_message.Message):
     __slots__ = ("session", "incarnation", "start_position", "token_ids")
@@ -174,7 +184,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size", "draft_vocabulary", "draft_vocabulary_share", "num_heads", "head_times")
+    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size", "draft_vocabulary", "draft_vocabulary_share", "num_heads", "head_times", "instance")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +201,7 @@ class DescribeResponse(_message.Message):
     DRAFT_VOCABULARY_SHARE_FIELD_NUMBER: _ClassVar[int]
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_TIMES_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     tokenizer_fingerprint: str
     model_name: str
@@ -207,7 +218,8 @@ class DescribeResponse(_message.Message):
     draft_vocabulary_share: float
     num_heads: int
     head_times: _containers.RepeatedCompositeFieldContainer[StepTime]
-    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ..., draft_vocabulary: _Optional[_Union[DraftVocabulary, str]] = ..., draft_vocabulary_share: _Optional[float] = ..., num_heads: _Optional[int] = ..., head_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ...) -> None: ...
+    instance: str
+    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ..., draft_vocabulary: _Optional[_Union[DraftVocabulary, str]] = ..., draft_vocabulary_share: _Optional[float] = ..., num_heads: _Optional[int] = ..., head_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("rows", "step_us")
