@@ -31,6 +31,7 @@ from specdec.settings import (
     ListenAddress,
     LogLevel,
     ProposerNames,
+    Replicas,
     ServiceSettings,
     Settings,
     TlsSettings,
@@ -52,6 +53,7 @@ __all__ = [  # names of the settings module for other packages
     "split_address",
 ]
 
+VALUE_COUNT_MAX = 64  # of --target and of --draft; each may be a name or a file of many
 SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services of one command
 
 
@@ -289,9 +291,21 @@ class RecordSettings(Settings):
 class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings, RecordSettings):
     """The coordinator: accepts requests, holds the committed tokens, applies the verification rule."""
 
-    target: Address = setting(..., CONNECTION, "HOST:PORT of the target service.")
-    draft: Address | None = setting(
-        None, CONNECTION, "HOST:PORT of the draft service; absent: only the other proposers."
+    target: Replicas = setting(
+        ...,
+        CONNECTION,
+        "HOST:PORT of targets, of which a name stands for all its addresses, or @FILE with an address a line. May be "
+        "repeated, or given as a list with commas or spaces.",
+        metavar="HOST:PORT|@FILE",
+    )
+    draft: Replicas = setting(
+        (),
+        CONNECTION,
+        "The same of drafts; absent: only the other proposers.",
+        metavar="HOST:PORT|@FILE",
+    )
+    target_wait_s: float = setting(
+        30.0, LIMITS, "Seconds for which texts wait while there is no target; 0: they end at once.", ge=0, le=3600
     )
     tokenizer: str = setting(..., MODEL, "Folder or hub id of the target model, for its tokenizer.json.", min_length=1)
     max_num_seqs: int = setting(
@@ -303,9 +317,11 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings, 
 
     @model_validator(mode="after")
     def _check_links(self) -> CoordinatorSettings:
-        for flag, address in (("--target", self.target), ("--draft", self.draft)):
-            if address is not None and not self.insecure_links:
-                self.check_reach(split_address(address)[0], flag)
+        for flag, values, count_min in (("--target", self.target, 1), ("--draft", self.draft, 0)):
+            if not count_min <= len(values) <= VALUE_COUNT_MAX:
+                raise ValueError(f"{flag} has {len(values)} values; it must have {count_min} to {VALUE_COUNT_MAX}")
+            for value in values if not self.insecure_links else ():  # what a file will hold is not known
+                self.check_reach(value if value.startswith("@") else split_address(value)[0], flag)
         return self
 
     @property
@@ -366,7 +382,7 @@ class ServeSettings(
     def coordinator_settings(self, target: str, draft: str | None) -> CoordinatorSettings:
         """Returns the coordinator's settings, connected to target and draft, if there is one, on loopback."""
         own = {name: getattr(self, name) for name in CoordinatorSettings.model_fields if hasattr(self, name)}
-        own.update(target=target, draft=draft, tokenizer=self.model, insecure_links=True)
+        own.update(target=(target,), draft=() if draft is None else (draft,), tokenizer=self.model, insecure_links=True)
         return CoordinatorSettings(**own)
 
     def _metrics_address(self, place: int) -> str | None:

@@ -74,6 +74,8 @@ class Link:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.stamps = Stamps(wall_offset_ns)
+        self.load: tuple[int, float] | None = None
+        self.load_count = 0
         self._connect = connect
         self._channel: grpc.aio.Channel | None = None
         self._up_s = 0.0
