@@ -68,6 +68,7 @@ class Outcome:
     text: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[tuple] = field(default_factory=list)
+    moved: list[Any] = field(default_factory=list)
 
     @property
     def comparable(self) -> tuple:
@@ -113,6 +114,8 @@ class Client:
             outcome.started = response.started
         elif event == "finished":
             outcome.finished = response.finished
+        elif event == "moved":
+            outcome.moved.append(response.moved)
         else:
             delta = response.delta
             assert delta.first_output_index >= len(outcome.token_ids)
@@ -136,10 +139,14 @@ class Client:
         TimeoutError."""
 
         def is_reached() -> bool:
-            answer = self.stub.Describe(types_pb.DescribeRequest(), timeout=10)
+            answer = self.described()
             return answer.HasField("draft") or "not reached yet" not in answer.draft_absent_reason
 
         until(is_reached, timeout_s=60.0)
+
+    def described(self) -> pb.CoordinatorDescribeResponse:
+        """Returns the replicas in use and the limits of speculation."""
+        return self.stub.Describe(types_pb.DescribeRequest(), timeout=10)
 
     def close(self) -> None:
         self.channel.close()
