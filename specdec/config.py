@@ -28,10 +28,10 @@ from specdec.settings import (
     SPECULATION,
     Address,
     HttpSettings,
+    LinkSettings,
     ListenAddress,
     LogLevel,
     ProposerNames,
-    Replicas,
     ServiceSettings,
     Settings,
     TlsSettings,
@@ -53,7 +53,6 @@ __all__ = [  # names of the settings module for other packages
     "split_address",
 ]
 
-VALUE_COUNT_MAX = 64  # of --target and of --draft; each may be a name or a file of many
 SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services of one command
 
 
@@ -288,48 +287,13 @@ class RecordSettings(Settings):
         return self
 
 
-class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings, RecordSettings):
+class CoordinatorSettings(ServiceSettings, LinkSettings, SpeculationSettings, CallerSettings, RecordSettings):
     """The coordinator: accepts requests, holds the committed tokens, applies the verification rule."""
 
-    target: Replicas = setting(
-        ...,
-        CONNECTION,
-        "HOST:PORT of targets, of which a name stands for all its addresses, or @FILE with an address a line. May be "
-        "repeated, or given as a list with commas or spaces.",
-        metavar="HOST:PORT|@FILE",
-    )
-    draft: Replicas = setting(
-        (),
-        CONNECTION,
-        "The same of drafts; absent: only the other proposers.",
-        metavar="HOST:PORT|@FILE",
-    )
-    target_wait_s: float = setting(
-        30.0, LIMITS, "Seconds for which texts wait while there is no target; 0: they end at once.", ge=0, le=3600
-    )
     tokenizer: str = setting(..., MODEL, "Folder or hub id of the target model, for its tokenizer.json.", min_length=1)
     max_num_seqs: int = setting(
         64, LIMITS, "Maximum number of generations at a time; more are refused at once.", ge=1, le=65536
     )
-    insecure_links: bool = setting(
-        False, SECURITY, "Connect to target and draft without TLS even if this service uses TLS."
-    )
-
-    @model_validator(mode="after")
-    def _check_links(self) -> CoordinatorSettings:
-        for flag, values, count_min in (("--target", self.target, 1), ("--draft", self.draft, 0)):
-            if not count_min <= len(values) <= VALUE_COUNT_MAX:
-                raise ValueError(f"{flag} has {len(values)} values; it must have {count_min} to {VALUE_COUNT_MAX}")
-            for value in values if not self.insecure_links else ():  # what a file will hold is not known
-                self.check_reach(value if value.startswith("@") else split_address(value)[0], flag)
-        return self
-
-    @property
-    def link_tls(self) -> TlsSettings:
-        """The TLS settings of the connections to target and draft."""
-        if self.insecure_links or not self.has_tls:
-            return TlsSettings(insecure=True)
-        return TlsSettings(ssl_certfile=self.ssl_certfile, ssl_keyfile=self.ssl_keyfile, ssl_ca_certs=self.ssl_ca_certs)
 
 
 class ServeSettings(

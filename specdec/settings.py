@@ -29,6 +29,7 @@ GROUPS = PROMPT, CONNECTION, MODEL, RANKS, SAMPLING, SPECULATION, LIMITS, OUTPUT
 
 ENVIRONMENT_PREFIX = "SPECDEC_"  # of the variables of settings
 ADDRESSES_FILE_BYTES_MAX = 1 << 16  # a thousand addresses
+VALUE_COUNT_MAX = 64  # of --target and of --draft; each may be a name or a file of many
 KERNELS_VARIABLE = "SPECDEC_KERNELS"  # no setting: the engine reads it, in every process of a command
 
 
@@ -251,6 +252,46 @@ class ServiceSettings(TlsSettings):
     def _check_host(self) -> ServiceSettings:
         self.check_reach(self.host, "--host")
         return self
+
+
+class LinkSettings(TlsSettings):
+    """The targets and drafts of a coordinator, and its connections to them."""
+
+    target: Replicas = setting(
+        ...,
+        CONNECTION,
+        "HOST:PORT of targets, of which a name stands for all its addresses, or @FILE with an address a line. May be "
+        "repeated, or given as a list with commas or spaces.",
+        metavar="HOST:PORT|@FILE",
+    )
+    draft: Replicas = setting(
+        (),
+        CONNECTION,
+        "The same of drafts; absent: only the other proposers.",
+        metavar="HOST:PORT|@FILE",
+    )
+    target_wait_s: float = setting(
+        30.0, LIMITS, "Seconds for which texts wait while there is no target; 0: they end at once.", ge=0, le=3600
+    )
+    insecure_links: bool = setting(
+        False, SECURITY, "Connect to targets and drafts without TLS even if this service uses TLS."
+    )
+
+    @model_validator(mode="after")
+    def _check_links(self) -> LinkSettings:
+        for flag, values, count_min in (("--target", self.target, 1), ("--draft", self.draft, 0)):
+            if not count_min <= len(values) <= VALUE_COUNT_MAX:
+                raise ValueError(f"{flag} has {len(values)} values; it must have {count_min} to {VALUE_COUNT_MAX}")
+            for value in values if not self.insecure_links else ():  # what a file will hold is not known
+                self.check_reach(value if value.startswith("@") else split_address(value)[0], flag)
+        return self
+
+    @property
+    def link_tls(self) -> TlsSettings:
+        """The TLS settings of the connections to targets and drafts."""
+        if self.insecure_links or not self.has_tls:
+            return TlsSettings(insecure=True)
+        return TlsSettings(ssl_certfile=self.ssl_certfile, ssl_keyfile=self.ssl_keyfile, ssl_ca_certs=self.ssl_ca_certs)
 
 
 def check_http_reach(host: str, api_keys_file: Path | None, insecure: bool) -> None:

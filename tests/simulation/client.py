@@ -77,7 +77,7 @@ class Order:
             )
             own = SpeculativePolicy(rule=self.rule)
             request = GenerationRequest(token_ids=self.prompt, sampling=sampling, speculative=own)
-            return fleet.choose(request, 1, MODEL).policy
+            return fleet.choose(request, 1, describe(0)).policy
         return WanderingPolicy(self.seed + 1000 * attempt) if self.policy is Choosing.WANDERING else self.policy
 
     def params(self, attempt: int) -> ResolvedSamplingParams:
