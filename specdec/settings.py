@@ -101,12 +101,14 @@ def check_proposers(names: str) -> str:
     return names
 
 
+PEER_NAME_LENGTH_MAX = 253  # of a DNS name
 PROPOSERS = ("draft", "ngram", "suffix", "prediction", "heads")
 ProposerNames = Annotated[str, AfterValidator(check_proposers)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Address = Annotated[str, AfterValidator(check_address)]
 ListenHost = Annotated[str, AfterValidator(listening_host)]
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]  # port 0 selects a free port
+PeerName = Annotated[str, Field(min_length=1, max_length=PEER_NAME_LENGTH_MAX)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
