@@ -33,7 +33,6 @@ from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
 LOSS_COUNT_MAX = 3  # targets lost in a row that end a text
-REFUSAL_COUNT_MAX = 3  # targets that may refuse a new text
 ROOM_RETRY_S = 0.5  # after a refusal that names no time
 UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
 
@@ -66,6 +65,7 @@ class Generation:
         self._output = output
         self._target, self._draft = choice.target, choice.draft
         self._has_heads = Proposer.HEADS in choice.proposers
+        self._key = choice.key
         self._model = choice.model  # of the target that its last tokens come from
         self._fleet = fleet
         self._request = request
@@ -159,6 +159,8 @@ class Generation:
         if appended.ending is not None:
             self._finish(appended.ending)
         elif not is_moved:  # the time of a move is no measurement of a plan
+            if record.round_index and record.step.step_count == 1:
+                self._target.health.answered(record.times.round_trip_s, record.times.end_s)
             self._loop.call_soon(self._learn, record)  # after the task of the link has written the next verification
 
     def _count_received(self, event: events.Event, byte_count: int) -> None:
@@ -289,7 +291,7 @@ class Generation:
         that REFUSAL_COUNT_MAX targets refused; a text under way waits then."""
         self._avoided[self._target] = time.monotonic() + (error.retry_after_s or ROOM_RETRY_S)
         is_new, other = not self._output.count, self._next_target()
-        if is_new and (other is None or len(self._avoided) >= REFUSAL_COUNT_MAX or not self._fleet.may_retry()):
+        if is_new and (other is None or not self._fleet.may_retry(len(self._avoided))):
             raise error
         if other is None and not self._target_wait_s:
             raise type(error)(f"{error}; {self._how_to_resume()}", error.retry_after_s)
@@ -299,6 +301,8 @@ class Generation:
         """The target is lost to this text. The third loss in a row ends it, since it may be the cause, and so does a
         failure of the only target."""
         self._loss_count += 1
+        if not is_link_lost:
+            self._target.health.fault(time.monotonic())
         others = any(peer is not self._target for peer in self._fleet.targets.peers)
         is_last = self._loss_count >= LOSS_COUNT_MAX or not (others or is_link_lost and self._target_wait_s)
         if is_last:
@@ -330,7 +334,7 @@ class Generation:
         avoided = {target for target, until_s in self._avoided.items() if until_s > now_s}
         if self._loss_count > 1:
             avoided |= {target for target in fleet.targets.peers if target.suspect is not None}
-        return fleet.next_target(self._model, self._session.length_max, avoided)
+        return fleet.next_target(self._model, self._session.length_max, self._key, avoided)
 
     def on_target_up(self, found: Target | None = None) -> None:
         """Goes on at another target, if one is there: it waits for one, and `found` was connected again."""
@@ -388,6 +392,8 @@ class Generation:
             return
         if state is DraftState.PAUSED:
             self._left.add(draft)
+            if self._session.malformed_node_count:
+                draft.health.fault(time.monotonic())
         elif not isinstance(event, (events.DraftLost, events.DraftStops)):
             return
         self.on_draft_up()
@@ -397,7 +403,7 @@ class Generation:
         session, draft = self._session, self._draft
         if draft is None or session.finished or session.has_draft and draft.is_up:
             return
-        other = self._fleet.next_draft(draft, self._left)
+        other = self._fleet.next_draft(draft, session.params.rule, self._left)
         if other is None:
             return
         if session.has_draft:
