@@ -70,8 +70,8 @@ class Mover(Listener, Protocol):
     def on_target_up(self, found: Target | None = None) -> None:
         """It waits for a target, and one may be there; `found` was connected just then."""
 
-    def on_draft_up(self) -> None:
-        """It may want a draft, and one became usable."""
+    def on_draft_up(self, found: Draft | None = None) -> None:
+        """It may want a draft, and `found` became usable."""
 
 
 class Fleet:
@@ -136,7 +136,7 @@ class Fleet:
             self.place_waiting(peer)
         elif is_up:
             for mover in list(self.movers):
-                mover.on_draft_up()
+                mover.on_draft_up(cast(Draft, peer))
 
     def may_retry(self, refusal_count: int) -> bool:
         """Whether a text that `refusal_count` targets refused may ask another one."""

@@ -399,9 +399,11 @@ class Generation:
             return
         self.on_draft_up()
 
-    def on_draft_up(self) -> None:
-        """Changes to another draft, if this one is of no use and another is usable."""
+    def on_draft_up(self, found: Draft | None = None) -> None:
+        """Changes to another draft, if this one is of no use and another is usable; `found` was connected again."""
         session, draft = self._session, self._draft
+        if found is not None:
+            self._left.discard(found)
         if draft is None or session.finished or session.has_draft and draft.is_up:
             return
         other = self._fleet.next_draft(draft, session.params.rule, self._left)
