@@ -115,7 +115,7 @@ class Coordinator:
                         if self.recorder is not None and isinstance(event, Delta):
                             deltas.append(event)
                         for part in event.parts() if isinstance(event, Delta) else (event,):
-                            yield event_to_message(part, model)
+                            yield event_to_message(part, generation.first_model)
                 finally:
                     self._generations.discard(generation)
                     generation.close()
