@@ -35,7 +35,9 @@ from specdec.settings import (
     ServiceSettings,
     Settings,
     TlsSettings,
+    is_literal,
     is_loopback,
+    read_addresses,
     setting,
     split_address,
 )
@@ -50,6 +52,9 @@ __all__ = [  # names of the settings module for other packages
     "ServiceSettings",
     "Settings",
     "TlsSettings",
+    "is_literal",
+    "is_loopback",
+    "read_addresses",
     "split_address",
 ]
 
