@@ -41,6 +41,7 @@ class Generation:
         fleet: Fleet,
         request: RequestStatistics,
         reports_rounds: bool = False,
+        reports_statistics: bool = False,
     ) -> None:
         self._session = session
         self._own_start = len(session.committed)  # before it are the client's words: prompt and resumed tokens
@@ -48,7 +49,7 @@ class Generation:
         self._target, self._draft = choice.target, choice.draft
         self._fleet = fleet
         self._request = request
-        self._reports_rounds = reports_rounds
+        self._reports_rounds, self._reports_statistics = reports_rounds, reports_statistics
         self._loop = asyncio.get_running_loop()
         self._times = RoundTimes(time.monotonic())  # of the round under way; `sent_s` is of the first time
         self._wait_began_s = 0.0  # 0: it does not wait
@@ -160,7 +161,11 @@ class Generation:
         logprobs = logprobs_of(event.answer.output, verdict)[:count]
         proposers = (*record.tokens.accepted_proposers, Proposer.NONE)[:count]
         text = "".join(texts), tuple(map(len, texts))
-        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers, rounds)
+        statistics = None
+        if self._reports_statistics:
+            self._request.statistics.conclude(self._session.policy.prediction)
+            statistics = self._request.statistics.snapshot()
+        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers, rounds, statistics)
 
     def _learn(self, record: RoundRecord) -> None:
         """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""

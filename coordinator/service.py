@@ -190,8 +190,8 @@ class Coordinator:
         bind(session=session.number, **({"label": request.label} if request.label else {}))
         statistics.admitted(request, started, choice)
         get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
-        reports_rounds = request.speculative.report_rounds
-        return Generation(session, output, started, choice, fleet, statistics, reports_rounds), ending
+        reported = request.speculative.report_rounds, request.speculative.report_statistics
+        return Generation(session, output, started, choice, fleet, statistics, *reported), ending
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context

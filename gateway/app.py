@@ -144,7 +144,7 @@ class Gateway:
         requests = make_requests(body, given, self._prompts, positions_max, salt, self._defaults)
         trace = request.headers.get("traceparent")
         metadata = [("traceparent", trace)] if trace and trace.isascii() else []
-        streams = [self._coordinators.messages(own, metadata) for own in requests]
+        streams = [self._coordinators.messages(own, body.has_statistics, metadata) for own in requests]
         choices = [Choice(index, body, self._prompts, parser) for index in range(len(streams))]
         try:
             await start_all(streams, choices)
