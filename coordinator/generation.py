@@ -58,6 +58,7 @@ class Generation:
         fleet: Fleet,
         request: RequestStatistics,
         reports_rounds: bool = False,
+        reports_statistics: bool = False,
         target_wait_s: float = 0.0,
     ) -> None:
         self._session = session
@@ -69,7 +70,7 @@ class Generation:
         self._first_model = self._model = choice.model  # of the target that its last tokens come from
         self._fleet = fleet
         self._request = request
-        self._reports_rounds = reports_rounds
+        self._reports_rounds, self._reports_statistics = reports_rounds, reports_statistics
         self._target_wait_s = target_wait_s
         self.began_s = time.monotonic()
         self._loss_count = 0  # targets lost in a row, without an answered round between
@@ -201,7 +202,11 @@ class Generation:
         logprobs = logprobs_of(event.answer.output, verdict)[:count]
         proposers = (*record.tokens.accepted_proposers, Proposer.NONE)[:count]
         text = "".join(texts), tuple(map(len, texts))
-        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers, rounds)
+        statistics = None
+        if self._reports_statistics:
+            self._request.statistics.conclude(self._session.policy.prediction)
+            statistics = self._request.statistics.snapshot()
+        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers, rounds, statistics)
 
     def _learn(self, record: RoundRecord) -> None:
         """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""

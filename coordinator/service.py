@@ -191,10 +191,9 @@ class Coordinator:
         bind(session=session.number, **({"label": request.label} if request.label else {}))
         statistics.admitted(request, started, choice)
         get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
-        reports_rounds = request.speculative.report_rounds
-        return Generation(
-            session, output, started, choice, fleet, statistics, reports_rounds, self._settings.target_wait_s
-        ), ending
+        reported = request.speculative.report_rounds, request.speculative.report_statistics
+        wait_s = self._settings.target_wait_s
+        return Generation(session, output, started, choice, fleet, statistics, *reported, wait_s), ending
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context

@@ -147,14 +147,16 @@ class Coordinators:
 
         return min(filter(fits, self.members), key=distance, default=None)
 
-    async def messages(self, request: Request, metadata: Metadata = ()) -> AsyncGenerator[Response, None]:
+    async def messages(
+        self, request: Request, sums_statistics: bool, metadata: Metadata = ()
+    ) -> AsyncGenerator[Response, None]:
         """Yields the messages of one text, one `started` among them. Close it to cancel the request.
 
         Before the start a coordinator that is full or lost is passed over for the next; afterwards the text is resumed
         for --resume-timeout-s from its last token on. Raises the coordinator's SpecdecError, TimeoutError after
-        --request-timeout-s.
+        --request-timeout-s. `sums_statistics`: as for `Continuation`.
         """
-        text = Continuation(request)
+        text = Continuation(request, sums_statistics)
         end_s = time.monotonic() + self._settings.request_timeout_s
         lost_s: float | None = None
         tried: set[str] = set()

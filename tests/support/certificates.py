@@ -52,8 +52,8 @@ class Authority:
         dns: str = "localhost",
         has_address: bool = True,
     ) -> TlsSettings:
-        """Writes key, certificate and the authorities trusted (this one's by default) into `folder`. The certificate has
-        the name `dns`, and loopback's address if `has_address`."""
+        """Writes key, certificate and the authorities trusted (this one's by default) into `folder`. The certificate
+        has the name `dns`, and loopback's address if `has_address`."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
         here = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))] if has_address else []
