@@ -48,8 +48,8 @@ class Fleet:
     def __init__(self, settings: CoordinatorSettings, fingerprint: str, changed: Callable[[], None]) -> None:
         self._settings = settings
         arguments = settings.link_tls, fingerprint, changed
-        self.target = Target(settings.target, *arguments)
-        self.draft = None if settings.draft is None else Draft(settings.draft, *arguments, settings.draft_link_mbit)
+        self.target = Target(settings.target[0], *arguments)
+        self.draft = Draft(settings.draft[0], *arguments, settings.draft_link_mbit) if settings.draft else None
         self.peers: list[Peer] = [self.target] if self.draft is None else [self.target, self.draft]
         self.store = SuffixStore(settings.suffix_store_mb << 20)
         self.calibration = Calibration()
