@@ -25,7 +25,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from specdec.errors import ConfigError
 from specdec.ray.actor import Report, ServiceActor
 from specdec.ray.cluster import ALIVE, NAMESPACE, ActorRow, actor_name, actors_of
-from specdec.ray.placing import COORDINATOR, DRAFT, GATEWAY, TARGET, ActorSpec, Group, changes, sorted_roles
+from specdec.ray.placing import (
+    COORDINATOR,
+    DRAFT,
+    GATEWAY,
+    TARGET,
+    ActorSpec,
+    Group,
+    changes,
+    ended_for,
+    is_there,
+    sorted_roles,
+)
 
 POLL_S = 0.5
 REPORT_TIMEOUT_S = 5.0
@@ -140,13 +151,9 @@ def _replace(unit: Sequence[ActorSpec]) -> None:
     """Ends what runs in place of these actors, with the whole group if another is wanted, and creates them."""
     name, group = unit[0].deployment, unit[0].group
     known = _known(name)
-    leaving = {actor.role for actor in unit} & known.keys()
-    if group is not None and all(spec is None or spec.group != group for spec in known.values()):
-        leaving |= {role for role, spec in known.items() if spec and spec.group and spec.group.name == group.name}
-        end(name, leaving)
+    end(name, ended_for(unit, known))
+    if group is not None and not is_there(group, known):
         _remove_groups(name, {group.name})
-    else:
-        end(name, leaving)
     begin(unit)
 
 

@@ -19,6 +19,7 @@ from specdec.settings import is_loopback, split_address
 
 TARGET, DRAFT, COORDINATOR, GATEWAY = "target", "draft", "coordinator", "gateway"
 FOLLOWS = "-rank-"  # in the role of a rank other than 0, after that of its target
+Running = Mapping[str, "ActorSpec | None"]  # by role; None: it does not say what it is
 UPDATED = DRAFT, TARGET, COORDINATOR, GATEWAY  # the order in which services are replaced
 
 
@@ -210,25 +211,43 @@ class Changes:
     replaced: tuple[tuple[ActorSpec, ...], ...]
 
 
-def changes(wanted: Sequence[ActorSpec], running: Mapping[str, ActorSpec | None]) -> Changes:
+def changes(wanted: Sequence[ActorSpec], running: Running) -> Changes:
     """Returns the changes from the running actors by role; None: one that does not say what it is: it is replaced."""
-    groups = [spec.group for spec in running.values() if spec is not None and spec.group is not None]
-    names, roles = {group.name for group in groups}, {actor.role for actor in wanted}
+    roles = {actor.role for actor in wanted}
+    left = {role: spec for role, spec in running.items() if role in roles}
     units: dict[str, list[ActorSpec]] = {}
     for actor in wanted:
-        is_kept = actor.group is None or actor.group in groups
-        units.setdefault(actor.unit if is_kept or actor.group is None else actor.group.name, []).append(actor)
+        group = actor.group
+        units.setdefault(actor.unit if group is None or is_there(group, left) else group.name, []).append(actor)
     changed = [tuple(unit) for unit in units.values() if any(running.get(actor.role) != actor for actor in unit)]
-    added = [unit for unit in changed if not any(actor.role in running for actor in unit)]
+    ended = [ended_for(unit, left) for unit in changed]
+    names = {spec.group.name for spec in left.values() if spec is not None and spec.group is not None}
 
-    def order(unit: tuple[ActorSpec, ...]) -> tuple[int, bool]:  # groups that ease the others come first
+    def order(unit: tuple[ActorSpec, ...]) -> tuple[int, bool]:  # further groups come first: they take from others
         return UPDATED.index(unit[0].command), unit[0].group is not None and unit[0].group.name in names
 
     return Changes(
         tuple(role for role in running if role not in roles),
-        tuple(actor for unit in added for actor in unit),
-        tuple(sorted((unit for unit in changed if unit not in added), key=order)),
+        tuple(actor for unit, roles in zip(changed, ended) if not roles for actor in unit),
+        tuple(sorted((unit for unit, roles in zip(changed, ended) if roles), key=order)),
     )
+
+
+def is_there(group: Group, running: Running) -> bool:
+    """Whether a running actor is in this very group."""
+    return any(spec is not None and spec.group == group for spec in running.values())
+
+
+def ended_for(unit: Sequence[ActorSpec], running: Running) -> set[str]:
+    """Returns the roles of the running actors that end before those of a unit are created: the same roles, what has
+    their places in the group, and all of another group of that name."""
+    roles, group = {actor.role for actor in unit} & running.keys(), unit[0].group
+    if group is None:
+        return roles
+    inside = {role: one for role, one in running.items() if one and one.group and one.group.name == group.name}
+    places = {actor.bundle for actor in unit}
+    is_kept = is_there(group, running)
+    return roles | {role for role, one in inside.items() if not is_kept or one.bundle in places}
 
 
 def sorted_roles(roles: Iterable[str]) -> list[str]:
