@@ -8,10 +8,10 @@ those that run in place. Values and pure functions, without calls to Ray.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import specdec
+from specdec import __version__
 from specdec.config import CoordinatorSettings, TargetSettings
 from specdec.gateway_settings import GatewaySettings
 from specdec.ray.config import PORT_STEP, Hosted, RaySettings, has_own_host
@@ -68,7 +68,7 @@ class ActorSpec:
     rank: int = 0
     reaches: tuple[Kind, ...] = ()
     numbers: tuple[int, ...] = ()
-    version: str = field(default=specdec.__version__)
+    version: str = __version__
 
     @property
     def follows(self) -> str:

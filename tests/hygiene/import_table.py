@@ -279,6 +279,7 @@ TABLE = (
     Imports(
         "specdec.ray",
         (
+            "specdec.__version__",
             "specdec.errors",
             "specdec.terminal",
             "specdec.settings",
