@@ -20,9 +20,9 @@ def settings_of(tls: TlsSettings) -> ServiceSettings:
     )
 
 
-async def name_at(address: str, tls: TlsSettings) -> str:
+async def name_at(address: str, tls: TlsSettings, tls_name: str = "") -> str:
     """The model name that a client with these files receives. Each call is a connection of its own."""
-    async with open_channel(address, tls) as channel:
+    async with open_channel(address, tls, tls_name=tls_name) as channel:
         answer = await call_unary(channel, DESCRIBE, types_pb.DescribeRequest(), types_pb.DescribeResponse, 2.0)
         return answer.model_name
 
@@ -58,6 +58,29 @@ async def test_a_client_refuses_a_server_it_does_not_know(tmp_path, authority):
     server = Echo().server(settings_of(impostor))
     with pytest.raises(ReplicaUnavailable):
         await name_at(await server.start(), authority.issue(tmp_path / "client"))
+    await server.stop(0)
+
+
+async def test_an_address_is_checked_by_the_name_it_was_found_by(tmp_path, authority):
+    """Claim: a server at an IP address whose certificate has only a DNS name is served under that name, and refused
+    under another name, under a part of it and under its address; whose authority is unknown is refused under the right
+    name too.
+
+    Conclusive: real handshakes with one server; the name asked for is all that differs.
+    """
+    client = authority.issue(tmp_path / "client")
+    server = Echo().server(settings_of(authority.issue(tmp_path / "server", dns_name="targets.example.org")))
+    address = await server.start()
+    assert address.startswith("127.0.0.1:")
+    assert await name_at(address, client, "targets.example.org") == "echo"
+    for wrong in ("", "drafts.example.org", "example.org"):
+        with pytest.raises(ReplicaUnavailable):
+            await name_at(address, client, wrong)
+    await server.stop(0)
+    impostor = Authority("impostor").issue(tmp_path / "impostor", trusted=authority.pem, dns_name="targets.example.org")
+    server = Echo().server(settings_of(impostor))
+    with pytest.raises(ReplicaUnavailable):
+        await name_at(await server.start(), client, "targets.example.org")
     await server.stop(0)
 
 
