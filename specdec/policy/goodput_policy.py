@@ -26,7 +26,7 @@ from specdec.protocol.policy import Prediction
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import Proposer
 
-REVIEW_ROUNDS, REVIEW_S = 4, 0.02
+REVIEW_ROUNDS, REVIEW_S, REST_S = 4, 0.02, 0.06  # between two choices; without draft and exploration
 GAIN = 1.02  # least ratio of rates for a change of plan
 SPREAD = 1.0  # of a round's tokens, relative to their mean
 MEASURED_ROUNDS, EXPLORATION_ROUNDS, EXPLORATION_MAX_S = 8.0, 12, 4.0  # of a plan that may be chosen; of a measurement
@@ -49,7 +49,7 @@ class GoodputPolicy:
         self._instead = goodput.off  # the plan that an exploration stands for
         self._exploring_rounds = self._explored_tokens = 0
         self._lost_s = self._explored_s = 0.0
-        self._review_round, self._review_s, self._jumps = 0, 0.0, goodput.steps.jumps
+        self._review_round, self._review_s, self._reviewed_s, self._jumps = 0, 0.0, 0.0, goodput.steps.jumps
         self._own = goodput.off
         self._rates = self._compute_rates()
         measured = [own for own in goodput.drafting if own.rounds >= MEASURED_ROUNDS]
@@ -147,8 +147,9 @@ class GoodputPolicy:
     def _review(self, round_index: int, now_s: float) -> None:
         """Keeps or changes the plan."""
         goodput, current, exploring = self._goodput, self._own, self._exploring_until
-        elapsed_s = now_s - self._review_s + REVIEW_S if self._review_s else 0.0
-        self._review_round, self._review_s = round_index + REVIEW_ROUNDS, now_s + REVIEW_S
+        elapsed_s, self._reviewed_s = now_s - self._reviewed_s if self._review_round else 0.0, now_s
+        is_urgent = exploring or current.plan.window
+        self._review_round, self._review_s = round_index + REVIEW_ROUNDS, now_s + (REVIEW_S if is_urgent else REST_S)
         goodput.refresh(now_s)
         has_jumped, self._jumps = goodput.steps.jumps != self._jumps, goodput.steps.jumps
         if not current.plan.window and not exploring:  # a poor text may have ended since
