@@ -107,8 +107,8 @@ class Goodput:
         self.credit_s -= taken_s
         return taken_s
 
-    def measure(self, own: Candidate, record: RoundRecord, acceptance: float) -> None:
-        """Adds a round that counts for its plan, of a session at an acceptance."""
+    def measure(self, own: Candidate, record: RoundRecord, acceptance: Acceptance) -> None:
+        """Adds a round that counts for its plan, of a session of this acceptance."""
         step, tokens = record.step, record.tokens
         beside_s = record.times.round_s - step.step_s - max(0.0, step.queue_s - step.step_s)
         if step.active_sessions > step.sessions > 0:  # the queue for a step without it is a part of T(load)
@@ -117,7 +117,7 @@ class Goodput:
         beside_s, own.updated_s = max(0.0, beside_s), record.times.end_s
         own.beside_s.add(beside_s)
         if own.plan.window:
-            share = tokens.model_accepted_count / own.forecast.accepted(acceptance)
+            share = tokens.model_accepted_count / own.forecast.accepted(acceptance.value)
             self._usual.add(share)
             own.accepted.add(share)
         else:
