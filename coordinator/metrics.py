@@ -28,15 +28,14 @@ def page_metrics(
     is_serving: bool,
 ) -> Iterator[Metric]:
     """Yields all metrics of the page with their current values. May be called from any thread."""
-    served = fleet.target.description
-    facts = {"model": served.model_name if served else "", "policy": settings.speculation_policy}
+    model_name = fleet.model_name
+    facts = {"model": model_name, "policy": settings.speculation_policy}
     yield from common_metrics("coordinator", is_serving, facts)
     help = "Limit of concurrent generations; more are refused."
     yield gauge("specdec_num_requests_max", help, settings.max_num_seqs)
     outcomes = {(outcome,): count for outcome, count in dict(metrics.requests).items()}
     help = "Requests that ended, by finish reason, cancelled, or the reason of the error."
     yield counter("specdec_requests", help, outcomes, None, "outcome")
-    model_name = fleet.target.model_name
     labels = {"model_name": model_name, "engine": "0"}  # one engine, as vLLM counts them
     own = statistics_metrics(metrics.totals(), settings.num_speculative_tokens_max, labels)
     for metric in (*request_metrics(metrics, labels), *own):

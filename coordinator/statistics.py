@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 
 from specdec.coordinator.fleet import Choice
+from specdec.coordinator.peers import Draft, Target
 from specdec.errors import SpecdecError
 from specdec.protocol.events import Event, FromDraft, Ready, WaitExpired
 from specdec.protocol.items import DraftItem, Failure, Nodes, Open, TargetItem, Trace, within
@@ -120,6 +121,14 @@ class RequestStatistics:
             else:
                 self._observe(self._metrics.queue_time, record.step.queue_s)
                 self._observe(self._metrics.time_to_first_token, record.times.round_s)
+
+    def on_moved(self, target: Target, reason: str, now_s: float) -> None:
+        """The text goes on at another target, or at the same one again, since it left the last one for a reason."""
+        self.statistics.num_target_changes += 1
+
+    def on_draft_changed(self, draft: Draft) -> None:
+        """The text goes on with another draft."""
+        self.statistics.num_draft_changes += 1
 
     def finished(self, finished: Finished) -> None:
         """The text ended."""

@@ -47,6 +47,10 @@ class DraftLost(NamedTuple):
     """The draft is lost; its nodes stay usable."""
 
 
+class DraftStops(NamedTuple):
+    """The draft stops soon; its owner changes drafts if another is there. The session takes no notice."""
+
+
 class FromDraft(NamedTuple):
     """An answer of the draft came."""
 
@@ -63,7 +67,18 @@ class End(NamedTuple):
     """The session is not wanted any longer."""
 
 
-Event = TargetFound | TargetLost | FromTarget | Concluded | DraftFound | DraftLost | FromDraft | WaitExpired | End
+Event = (
+    TargetFound
+    | TargetLost
+    | FromTarget
+    | Concluded
+    | DraftFound
+    | DraftLost
+    | DraftStops
+    | FromDraft
+    | WaitExpired
+    | End
+)
 
 
 class Wait(NamedTuple):

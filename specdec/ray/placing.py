@@ -102,8 +102,8 @@ def settings_on(actor: ActorSpec, node_host: str, draft_hosts: Sequence[str] = (
     settings = actor.settings
     changed: dict[str, object] = {} if has_own_host(settings) else {"host": node_host}
     if isinstance(settings, CoordinatorSettings):
-        changed["target"] = reached_at(actor.deployment.target, node_host)
-        changed["draft"] = draft_address(actor.deployment, draft_hosts)
+        changed["target"] = (reached_at(actor.deployment.target, node_host),)
+        changed["draft"] = draft_addresses(actor.deployment, draft_hosts)
     elif isinstance(settings, GatewaySettings):
         changed["address"] = (reached_at(actor.deployment.coordinator, node_host),)
     else:
@@ -119,10 +119,8 @@ def settings_on(actor: ActorSpec, node_host: str, draft_hosts: Sequence[str] = (
     return settings.model_copy(update=changed)
 
 
-def draft_address(deployment: RaySettings, hosts: Sequence[str]) -> str | None:
-    """Returns the coordinator's address of the draft: each connection uses the first host that answers."""
-    if deployment.draft is None or not hosts:
-        return None
-    addresses = list(dict.fromkeys(reached_at(deployment.draft, host) for host in hosts))
-    is_ipv6 = any(":" in host for host in hosts)
-    return addresses[0] if len(addresses) == 1 else ("ipv6:" if is_ipv6 else "ipv4:") + ",".join(addresses)
+def draft_addresses(deployment: RaySettings, hosts: Sequence[str]) -> tuple[str, ...]:
+    """Returns the addresses of the draft on the nodes where it may be."""
+    if deployment.draft is None:
+        return ()
+    return tuple(dict.fromkeys(reached_at(deployment.draft, host) for host in hosts))

@@ -38,7 +38,7 @@ Response = TypeVar("Response", bound=Message)
 
 
 def open_channel(
-    address: str, tls: TlsSettings, message_bytes: int = MESSAGE_BYTES_MIN, is_patient: bool = False
+    address: str, tls: TlsSettings, message_bytes: int = MESSAGE_BYTES_MIN, is_patient: bool = False, tls_name: str = ""
 ) -> grpc.aio.Channel:
     """Returns a channel to HOST:PORT, not yet connected. Close it. ConfigError when a TLS file cannot be read.
     `is_patient`: its user finds a silent peer by itself."""

@@ -242,7 +242,7 @@ def test_serve_gives_its_settings_to_the_three():
     assert (target.model, draft.model, coordinator.tokenizer) == ("t", "d", "t")
     assert (target.host, target.port, draft.host, draft.port) == ("127.0.0.1", 0, "127.0.0.1", 0)
     assert (coordinator.host, coordinator.port) == ("0.0.0.0", 7)
-    assert (coordinator.target, coordinator.draft) == (here, there)
+    assert (coordinator.target, coordinator.draft) == ((here,), (there,))
     assert target.threads == draft.threads == 3 and coordinator.max_num_seqs == target.max_num_seqs == 5
     assert not coordinator.link_tls.has_tls
 

@@ -170,9 +170,7 @@ def _addresses(settings: Served) -> Iterator[tuple[str, int]]:
         yield from map(split_address, settings.address)
         return
     if isinstance(settings, CoordinatorSettings):
-        yield split_address(settings.target)
-        if settings.draft:
-            yield split_address(settings.draft)
+        yield from map(split_address, (*settings.target, *settings.draft))
     if settings.otlp_traces_endpoint:
         parts = urlsplit(settings.otlp_traces_endpoint)
         assert parts.hostname and parts.port

@@ -79,7 +79,7 @@ def test_addresses_are_those_of_services() -> None:
     settings = {name: parse(role_of(name), services[name]["command"], {}) for name in OWN}
     coordinator = settings["specdec-coordinator"]
     assert isinstance(coordinator, CoordinatorSettings) and coordinator.draft
-    for address in (coordinator.target, coordinator.draft):
+    for address in (*coordinator.target, *coordinator.draft):
         host, port = split_address(address)
         assert settings[host].port == port
     gateway = settings["specdec-gateway"]

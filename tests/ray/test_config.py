@@ -16,7 +16,7 @@ from specdec.errors import ConfigError
 from specdec.gateway_settings import GatewaySettings
 from specdec.launch.children import arguments_of
 from specdec.ray.config import RaySettings, read_deployment
-from specdec.ray.placing import bundles, draft_address, plan, settings_on
+from specdec.ray.placing import bundles, draft_addresses, plan, settings_on
 from tests.hygiene.sources import ROOT
 
 MINIMAL = {"insecure": True, "target": {"model": "t", "tensor_parallel_size": 2}, "draft": {"model": "d"}}
@@ -104,10 +104,10 @@ def test_services_get_the_addresses_of_their_node():
     assert (rank.master_addr, rank.master_port) == ("127.0.0.1", 50054)
     beside = settings_on(coordinator, "10.0.0.7", ["10.0.0.9", "10.0.0.8", "10.0.0.9"])
     assert isinstance(beside, CoordinatorSettings)
-    assert beside.target == "10.0.0.7:50052"
-    assert beside.draft == "ipv4:10.0.0.9:50053,10.0.0.8:50053"
+    assert beside.target == ("10.0.0.7:50052",)
+    assert beside.draft == ("10.0.0.9:50053", "10.0.0.8:50053")
     assert settings_on(draft, "10.0.0.9").host == "10.0.0.9"
-    assert settings_on(coordinator, "10.0.0.7").draft is None
+    assert settings_on(coordinator, "10.0.0.7").draft == ()
     for command, settings in (("target", rank), ("coordinator", beside)):
         values = dict(
             argument.removeprefix("--").split("=", 1) for argument in arguments_of(settings) if "=" in argument
@@ -153,8 +153,8 @@ def test_a_host_of_the_file_is_kept():
     coordinator = next(actor for actor in plan(own) if actor.role == "coordinator")
     settings = settings_on(coordinator, "10.0.0.7", ["10.0.0.7", "10.0.0.8"])
     assert isinstance(settings, CoordinatorSettings)
-    assert (settings.target, settings.draft) == ("127.0.0.1:50052", "127.0.0.1:50053")
-    assert draft_address(own, []) is None
+    assert (settings.target, settings.draft) == (("127.0.0.1:50052",), ("127.0.0.1:50053",))
+    assert draft_addresses(own, []) == ()
 
 
 def test_the_shipped_files_are_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

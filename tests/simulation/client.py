@@ -34,7 +34,7 @@ from specdec.protocol.suffix_store import STORED_TOKEN_BYTES, SuffixProposer, Su
 from specdec.protocol.tree_shape import path_count_max
 from specdec.protocol.types import CacheSize, FinishReason, Proposer, ResolvedSamplingParams, Rule
 from tests.simulation.clock import Clock, Violation
-from tests.simulation.model import VOCABULARY_SIZE
+from tests.simulation.model import VOCABULARY_SIZE, describe
 from tests.simulation.network import SimulatedReplica
 from tests.simulation.wandering import WanderingPolicy
 
@@ -43,7 +43,7 @@ READ_S = 0.002
 EARLIER_LENGTH = 600
 STORE_BYTES_MAX = 3 * EARLIER_LENGTH * STORED_TOKEN_BYTES // 2  # the text of another order does not fit beside it
 SETTINGS = CoordinatorSettings(
-    target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto", suffix_store_mb=1
+    target=("localhost:1",), draft=("localhost:2",), tokenizer="none", speculation_policy="auto", suffix_store_mb=1
 )
 
 
@@ -77,7 +77,7 @@ class Order:
             )
             own = SpeculativePolicy(rule=self.rule)
             request = GenerationRequest(token_ids=self.prompt, sampling=sampling, speculative=own)
-            return fleet.choose(request, 1).policy
+            return fleet.choose(request, 1, describe(0)).policy
         return WanderingPolicy(self.seed + 1000 * attempt) if self.policy is Choosing.WANDERING else self.policy
 
     def params(self, attempt: int) -> ResolvedSamplingParams:
