@@ -32,6 +32,7 @@ from specdec.protocol.types import Description, Proposer, Rule, TokenKind
 from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
+NETWORK_ROUNDS = 4  # of plain decoding, between two records of the draft's network time: only pings measure it then
 LOSS_COUNT_MAX = 3  # targets lost in a row that end a text
 ROOM_RETRY_S = 0.5  # after a refusal that names no time
 UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
@@ -211,7 +212,7 @@ class Generation:
     def _learn(self, record: RoundRecord) -> None:
         """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""
         self._session.policy.on_round(record)
-        if self._draft is not None and not record.is_speculating:
+        if self._draft is not None and not record.is_speculating and record.round_index % NETWORK_ROUNDS == 0:
             self._draft.measure_network()
 
     def _step(self, event: events.Event) -> RoundRecord | None:
