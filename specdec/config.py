@@ -31,6 +31,7 @@ from specdec.settings import (
     LinkSettings,
     ListenAddress,
     LogLevel,
+    PeerName,
     ProposerNames,
     ServiceSettings,
     Settings,
@@ -132,6 +133,22 @@ class ModelSettings(ServiceSettings, EngineSettings):
         ..., MODEL, "Folder or hub id of a causal language model (safetensors, tokenizer.json).", min_length=1
     )
     served_model_name: str | None = setting(None, MODEL, "Name of the served model; absent: the value of --model.")
+    allow_peer: tuple[PeerName, ...] = setting(
+        (),
+        SECURITY,
+        "Name of a coordinator that is answered, a DNS name or the common name of its certificate; may be repeated. "
+        "Absent: every one of the authority.",
+        metavar="NAME",
+    )
+
+    @model_validator(mode="after")
+    def _check_allow_peer(self) -> ModelSettings:
+        if self.allow_peer and not self.has_tls:
+            raise ValueError(
+                f"--allow-peer {self.allow_peer[0]} is checked against the certificates of clients: give "
+                "--ssl-certfile, --ssl-keyfile and --ssl-ca-certs too"
+            )
+        return self
 
 
 class SplitSettings(Settings):

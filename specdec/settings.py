@@ -162,6 +162,7 @@ def check_proposers(names: str) -> str:
     return names
 
 
+PEER_NAME_LENGTH_MAX = 253  # of a DNS name
 PROPOSERS = ("draft", "ngram", "suffix", "prediction", "heads")
 ProposerNames = Annotated[str, AfterValidator(check_proposers)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
@@ -169,6 +170,7 @@ Address = Annotated[str, AfterValidator(check_address)]
 Replicas = Annotated[tuple[Annotated[str, AfterValidator(check_replicas)], ...], BeforeValidator(split_values)]
 ListenHost = Annotated[str, AfterValidator(listening_host)]
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]  # port 0 selects a free port
+PeerName = Annotated[str, Field(min_length=1, max_length=PEER_NAME_LENGTH_MAX)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 

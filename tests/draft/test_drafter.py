@@ -81,11 +81,11 @@ class Draft:
         nodes_per_step: int = 8,
         siblings: int = 0,
         rule: Rule = Rule.GREEDY,
+        prompt_length: int | None = None,
     ) -> None:
-        temperature = 0.0 if rule is Rule.GREEDY else 1.0
-        params = ResolvedSamplingParams(
-            rule, seed=1, prompt_length=len(prompt), temperature=temperature, **self.penalties
-        )
+        """Opens a session and commits its tokens, a prompt unless `prompt_length` says that an output follows it."""
+        temperature, length = 0.0 if rule is Rule.GREEDY else 1.0, prompt_length or len(prompt)
+        params = ResolvedSamplingParams(rule, seed=1, prompt_length=length, temperature=temperature, **self.penalties)
         self.params = params
         self.trees[session] = OwnTree(list(prompt))
         self.windows[session] = window
@@ -393,7 +393,7 @@ def test_a_session_without_cells_drafts_once_they_are_free(model_folder: Path) -
     each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
     draft = Draft(model_folder, 1 + each)
     for session in (1, 2, 3):
-        draft.open(session, [session * 5 + i for i in range(80)])
+        draft.open(session, [session * 5 + i for i in range(80)], prompt_length=8)
     free_count = each - 2 * 10
     assert draft.engine.cache.free_block_count == free_count < 10 and draft.drafter.waiting_count == 1
     draft.settle()
@@ -421,7 +421,7 @@ def test_a_session_left_alone_gives_its_cells_to_others(model_folder: Path) -> N
     each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
     draft = Draft(model_folder, 1 + each)
     for session in (1, 2, 3):
-        draft.open(session, [session * 5 + i for i in range(80)])
+        draft.open(session, [session * 5 + i for i in range(80)], prompt_length=8)
     draft.settle()
     held = {own.opened.session: own for own in draft.sessions}
     draft.commit(3, 5)
@@ -441,15 +441,18 @@ def test_a_session_left_alone_gives_its_cells_to_others(model_folder: Path) -> N
 
 def test_sessions_that_fill_the_cache_never_keep_each_other_from_drafting(model_folder: Path) -> None:
     """Claim: whatever sessions do in a cache that is too small for them, every proposal sent is the model's, no session
-    fails, none that waits holds a block, and once the others have ended each drafts at its next commit. Conclusive:
-    random openings, commits, closings and steps, in which sessions lose the blocks that they had; cells and blocks are
-    checked throughout."""
+    fails but at its opening, none that waits holds a block, and once the others have ended each drafts at its next
+    commit. Conclusive: random openings, commits, closings and steps, in which sessions lose the blocks that they had;
+    cells and blocks are checked throughout."""
     rng, lost_count = random.Random(5), 0
     draft = Draft(model_folder, 1 + -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE))
     for _ in range(600):
         session = rng.randrange(1, 6)
         if session not in draft.trees:
             draft.open(session, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(rng.choice([3, 20, 40]))])
+            if draft.failures:
+                assert draft.failures.pop().reason == "CACHE_EXHAUSTED"
+                del draft.trees[session]
         elif len(draft.trees[session].committed) > LENGTH_MAX - 4 or rng.random() < 0.01:
             draft.tell(Close(session, 1))
             del draft.trees[session]

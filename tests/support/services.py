@@ -192,9 +192,9 @@ def running(
     Requests speculate by the fixed policy by default, so that there is speculation to test: table models compute
     nothing, so the automatic policy finds no gain in it. For the same reason the draft is connected, and a round waits
     long for it: beside a fast target on a busy machine a short text would be over before a draft that was late once is
-    waited for again.
+    waited for again. Texts end at once when the only target is lost: tests/fleet has several.
     """
-    own = {"speculation_policy": "fixed", "draft_wait_ms": 2000.0, **(coordinator or {})}
+    own = {"speculation_policy": "fixed", "draft_wait_ms": 2000.0, "target_wait_s": 0.0, **(coordinator or {})}
     with harness.running(target_model, draft_model, own, **replicas) as started:
         client = Client(started.coordinator.address)
         try:
