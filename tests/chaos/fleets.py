@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from specdec.config import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
+from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.chaos.processes import Link, Restartable
 from tests.support.services import Client, Outcome
@@ -108,12 +108,13 @@ def fleet(
 
 
 class Stream:
-    """One text as its client sees it, read in a thread, never resumed. `times_s`: when each token came; `error`: the
-    one that ended it."""
+    """One text as its client sees it, read in a thread, never resumed. `times_s`: when each token came; `moved_at`:
+    tokens that had come when it was told of other numerics; `error`: the one that ended it."""
 
     def __init__(self, client: Client, request: pb.GenerateRequest) -> None:
         self.outcome = Outcome()
         self.times_s: list[float] = []
+        self.moved_at: list[int] = []
         self.error: grpc.RpcError | None = None
         self._client, self._request = client, request
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -122,11 +123,16 @@ class Stream:
     def _read(self) -> None:
         try:
             for response in self._client.stub.Generate(self._request, timeout=STREAM_TIMEOUT_S):
-                self._client.take(self.outcome, response)
-                new_count = len(self.outcome.token_ids) - len(self.times_s)
-                self.times_s += [time.monotonic()] * new_count
+                self._take(response)
         except grpc.RpcError as error:
             self.error = error
+
+    def _take(self, response: pb.GenerateResponse) -> None:
+        if response.HasField("moved"):
+            self.moved_at.append(len(self.times_s))
+        self._client.take(self.outcome, response)
+        new_count = len(self.outcome.token_ids) - len(self.times_s)
+        self.times_s += [time.monotonic()] * new_count
 
     @property
     def has_ended(self) -> bool:
@@ -144,16 +150,13 @@ class Stream:
         return self
 
     def gap_s(self, since_s: float, until_s: float) -> float:
-        """The longest time without a token that ends or lasts after `since_s`, up to the first token after `until_s`."""
-        before = [moment_s for moment_s in self.times_s if moment_s < since_s][-1:] or [since_s]
-        after = [moment_s for moment_s in self.times_s if moment_s >= since_s]
-        times = [*before, *[moment_s for moment_s in after if moment_s <= until_s], *after_first(after, until_s)]
+        """The longest time without a token of those that end within these times, or last beyond them."""
+        times = [moment_s for moment_s in self.times_s if moment_s < since_s][-1:]
+        for moment_s in (moment_s for moment_s in self.times_s if moment_s >= since_s):
+            times.append(moment_s)
+            if moment_s > until_s:
+                break
         return max((later - earlier for earlier, later in zip(times, times[1:])), default=0.0)
-
-
-def after_first(times_s: Sequence[float], until_s: float) -> list[float]:
-    """The first time after `until_s`, if there is one."""
-    return [moment_s for moment_s in times_s if moment_s > until_s][:1]
 
 
 def wait_under_way(streams: Sequence[Stream], token_count: int) -> None:

@@ -79,6 +79,10 @@ class Link:
         """All that were sent pass, and those that follow; idempotent."""
         self._proxy.signal(signal.SIGCONT)
 
+    def drop(self) -> None:
+        """Ends all connections, with what is under way; new ones are possible at once."""
+        self._proxy.order("close")
+
     def cut(self, for_s: float) -> None:
         """No byte passes for this time, then all that were sent."""
         self.begin_cut()

@@ -15,6 +15,7 @@ import pytest
 
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
+from tests.chaos.clients import retry_after_s
 from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_under_way
 from tests.chaos.tables import REPLICA, VOCABULARY_SIZE
 from tests.support.services import Client, fixed
@@ -39,9 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def place(model: Path) -> Iterator[Fleet]:
-    """Two targets, two drafts, one coordinator."""
+    """Two targets, two drafts, and two coordinators, of which the second waits a second for a target."""
     target, draft = (kind(**REPLICA, model=str(model)) for kind in (TargetSettings, DraftSettings))
-    with fleet([target] * 2, [draft] * 2, [COORDINATOR], DELAY_MS) as made:
+    impatient = {**COORDINATOR, "target_wait_s": 1.0}
+    with fleet([target] * 2, [draft] * 2, [COORDINATOR, impatient], DELAY_MS) as made:
         yield made
 
 
@@ -66,9 +68,7 @@ def whole(place: Fleet) -> Iterator[Fleet]:
 
 def begin(client: Client, width: int = WIDTH, **own: Any) -> list[Stream]:
     """Starts texts, GREEDY and COUPLED in turn."""
-    return [
-        Stream(client, client.request([1 + seed % 3, 2], **{**asked_of(seed), **own})) for seed in range(width)
-    ]
+    return [Stream(client, client.request([1 + seed % 3, 2], **{**asked_of(seed), **own})) for seed in range(width)]
 
 
 def asked_of(seed: int) -> dict[str, Any]:
@@ -125,9 +125,7 @@ def test_a_text_outlives_its_target(how: str, whole: Fleet, expected: list[tuple
 
 
 @pytest.mark.more
-def test_late_answers_of_a_target_that_was_left_change_nothing(
-    whole: Fleet, expected: list[tuple[Any, ...]]
-) -> None:
+def test_late_answers_of_a_target_that_was_left_change_nothing(whole: Fleet, expected: list[tuple[Any, ...]]) -> None:
     """Claim: a link that was cut while answers were on the way delivers them after its texts have moved, and moved
     back: nothing is doubled.
 
@@ -148,21 +146,32 @@ def test_late_answers_of_a_target_that_was_left_change_nothing(
 
 def test_all_targets_restart(whole: Fleet, expected: list[tuple[Any, ...]]) -> None:
     """Claim: texts whose targets are all killed wait until one is back, without an error; new requests meanwhile are
-    refused, with UNAVAILABLE.
+    refused, with UNAVAILABLE. Beyond --target-wait-s the texts end UNAVAILABLE, with how to resume.
 
-    Conclusive: no target runs for longer than the links need to notice it; a request meets the refusal then.
+    Conclusive: no target runs for longer than the links need to notice it, when a request meets the refusal; the
+    coordinator that waits a second only says so, and what its texts have with what they are resumed to is the whole.
     """
-    client = whole.clients[0]
+    client, impatient = whole.clients
     streams = begin(client)
-    wait_under_way(streams, MEANWHILE)
+    given_up = begin(impatient)
+    wait_under_way([*streams, *given_up], MEANWHILE)
     for target in whole.targets:
         target.kill()
     until(lambda: whole.counts(client)[0] == 0)
     refused = Stream(client, client.request([1], max_tokens=3)).join()
     assert refused.error is not None and refused.error.code().name == "UNAVAILABLE"
+    for stream in given_up:
+        error = stream.join().error
+        assert error is not None and error.code().name == "UNAVAILABLE" and "for 1 s" in error.details()
+        assert f"resume.output_token_ids, the {len(stream.outcome.token_ids)} received so far" in error.details()
     whole.targets[1].restart()
     check(streams, expected)
     assert moved_count(streams) == WIDTH
+    for seed, stream in enumerate(given_up):
+        begun = stream.outcome.token_ids
+        until(lambda: whole.counts(impatient)[0] == 1)
+        rest = impatient.generate([1 + seed % 3, 2], **asked_of(seed), resume=begun).token_ids
+        assert begun + rest == expected[seed][0]
 
 
 @pytest.mark.parametrize(
@@ -182,3 +191,56 @@ def test_a_text_changes_drafts(how: str, whole: Fleet, expected: list[tuple[Any,
     assert changed
     assert all(any(stream.outcome.proposers[-20:]) for stream in changed)
     assert not moved_count(streams)
+
+
+def test_texts_under_way_wait_for_room(model: Path) -> None:
+    """Claim: a target whose places are taken refuses a text, which another one then serves; with all places taken a new
+    text is refused, with a delay, and one under way whose target dies waits for a place and ends as undisturbed.
+
+    Conclusive: two coordinators fill all places of two targets, then a request is refused; the texts of the target that
+    is killed can end at the other one only, where no place is left before its own texts end.
+    """
+    width = 3
+    target = TargetSettings(**REPLICA, model=str(model), max_num_seqs=width)
+    with fleet([target] * 2, [], [COORDINATOR] * 2, DELAY_MS) as place:
+        first, second = place.clients
+        asked: dict[str, Any] = {"max_tokens": TOKENS // 2, "speculative": {"enabled": False}}
+        streams = begin(first, width, **asked) + begin(second, width, **asked)
+        wait_under_way(streams, MEANWHILE)
+        refused = Stream(first, first.request([1], max_tokens=3)).join()
+        assert refused.error is not None and refused.error.code().name == "RESOURCE_EXHAUSTED"
+        assert (retry_after_s(refused.error) or 0) > 0
+        place.targets[0].kill()
+        for stream in streams:
+            assert stream.join().error is None
+        assert moved_count(streams) >= width
+        again = [stream.join().outcome.comparable for stream in begin(first, width, **asked)]
+    assert [stream.outcome.comparable for stream in streams] == 2 * again
+
+
+def test_other_numerics_are_the_last_choice_and_are_told(model: Path) -> None:
+    """Claim: while a target of equal numerics is up texts move there, and no client is told; with another one only,
+    each client is told the numerics, and the index of the first token from there, before that token.
+
+    Conclusive: the first two targets have blocks of 64 positions, the third of 16, which is another profile with the
+    same logits here: so the texts stay equal, and only the messages can differ.
+    """
+    targets = [TargetSettings(**REPLICA, model=str(model), block_size=size) for size in (64, 64, 16)]
+    asked: dict[str, Any] = {**ASKED, "max_tokens": TOKENS, "seed": 3, "speculative": {"enabled": False}}
+    with fleet(targets, [], [COORDINATOR], DELAY_MS) as place:
+        client = place.clients[0]
+        streams = [Stream(client, client.request([1], **asked)) for _ in range(4)]
+        wait_under_way(streams, MEANWHILE)
+        place.targets[0].kill()
+        until(lambda: place.counts(client)[0] == 2)
+        wait_under_way(streams, 3 * MEANWHILE)
+        assert not any(stream.moved_at for stream in streams if "64" in stream.outcome.started.numerics.libraries)
+        place.targets[1].kill()
+        for stream in streams:
+            assert stream.join().error is None
+            told = stream.outcome.moved
+            assert [one.first_output_index for one in told] == stream.moved_at and all(stream.moved_at)
+            assert all(one.numerics.libraries.endswith("blocks of 16") for one in told) and len(told) < 2
+        moved = [stream for stream in streams if stream.moved_at]
+        assert moved and all(stream.statistics.num_target_changes for stream in moved)
+        assert len({tuple(stream.outcome.token_ids) for stream in streams}) == 1
