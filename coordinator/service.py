@@ -168,10 +168,10 @@ class Coordinator:
         request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, model)
         number, fleet = next(self._numbers), self.fleet
         length_max = len(prompt) + output.max_tokens
-        choice = fleet.choose(request, number, model, length_max)
+        committed = [*prompt, *request.resumed_token_ids]
+        choice = fleet.choose(request, number, model, committed, length_max)
         target = choice.model
         params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids)
-        committed = [*prompt, *request.resumed_token_ids]
         has_trees, cap = self._settings.draft_siblings_max > 0, choice.policy.draft_length_cap
         session = Session(
             number,

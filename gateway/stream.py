@@ -137,8 +137,8 @@ class Coordinators:
         def fits(member: Coordinator) -> bool:
             if member.description is None or member.address in tried:
                 return False
-            target = member.description.target
-            return started is None or (target.model_digest, target.numerics) == (started.model_digest, started.numerics)
+            models = [(own.model_digest, own.numerics) for own in member.description.targets]
+            return started is None or (started.model_digest, started.numerics) in models
 
         return min(filter(fits, self.members), key=lambda member: member.running_count, default=None)
 

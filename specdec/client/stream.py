@@ -106,6 +106,11 @@ class Continuation:
         """Adds a message; returns whether it is new to the reader. Raises Mismatch for the start of another model."""
         if response.HasField("delta"):
             self.request.resume.output_token_ids.extend(response.delta.token_ids)
+        if response.HasField("moved") and self.started is not None:
+            moved = coordinator_pb.Started()
+            moved.CopyFrom(self.started)
+            moved.numerics.CopyFrom(response.moved.numerics)
+            self.started = moved
         if not response.HasField("started"):
             return True
         before, own = self.started, response.started

@@ -34,7 +34,7 @@ from specdec.protocol.suffix_store import STORED_TOKEN_BYTES, SuffixProposer, Su
 from specdec.protocol.tree_shape import path_count_max
 from specdec.protocol.types import CacheSize, FinishReason, Proposer, ResolvedSamplingParams, Rule
 from tests.simulation.clock import Clock, Violation
-from tests.simulation.model import VOCABULARY_SIZE
+from tests.simulation.model import VOCABULARY_SIZE, describe
 from tests.simulation.network import SimulatedReplica
 from tests.simulation.wandering import WanderingPolicy
 
