@@ -149,15 +149,6 @@ class Stream:
         self._thread.join(STREAM_TIMEOUT_S)
         return self
 
-    def gap_s(self, since_s: float, until_s: float) -> float:
-        """The longest time without a token of those that end within these times, or last beyond them."""
-        times = [moment_s for moment_s in self.times_s if moment_s < since_s][-1:]
-        for moment_s in (moment_s for moment_s in self.times_s if moment_s >= since_s):
-            times.append(moment_s)
-            if moment_s > until_s:
-                break
-        return max((later - earlier for earlier, later in zip(times, times[1:])), default=0.0)
-
 
 def wait_under_way(streams: Sequence[Stream], token_count: int) -> None:
     """Returns once each has so many tokens. Fails when one has ended."""

@@ -18,6 +18,7 @@ from specdec.engine.table_model import write_table_model
 from tests.chaos.clients import retry_after_s
 from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_under_way
 from tests.chaos.tables import REPLICA, VOCABULARY_SIZE
+from tests.chaos.texts import longest_gap_s
 from tests.support.services import Client, fixed
 from tests.support.waiting import until
 
@@ -119,7 +120,7 @@ def test_a_text_outlives_its_target(how: str, whole: Fleet, expected: list[tuple
     check(streams, expected)
     assert moved_count(streams)
     if how in ("frozen", "cut"):
-        assert max(stream.gap_s(struck_s, struck_s + 10) for stream in streams) < STOPPED_S_MAX
+        assert max(longest_gap_s(stream.times_s, struck_s, struck_s + 10) for stream in streams) < STOPPED_S_MAX
     elif how != "killed":
         assert whole.targets[0].child.process.wait(10) == 0
 
