@@ -28,7 +28,7 @@ from specdec.protocol.rejection import conclude, logprobs_of
 from specdec.protocol.report import Delta, Event, Finished, Moved, Round, Started
 from specdec.protocol.session import Session
 from specdec.protocol.states import DraftState
-from specdec.protocol.types import Description, Proposer, Rule, TokenKind
+from specdec.protocol.types import Proposer, Rule, TokenKind
 from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
@@ -68,7 +68,7 @@ class Generation:
         self._target, self._draft = choice.target, choice.draft
         self._has_heads = Proposer.HEADS in choice.proposers
         self._key = choice.key
-        self._first_model = self._model = choice.model  # of the target that its last tokens come from
+        self._model = choice.model  # of the target that its last tokens come from
         self._fleet = fleet
         self._request = request
         self._reports_rounds, self._reports_statistics = reports_rounds, reports_statistics
@@ -87,11 +87,6 @@ class Generation:
         self.names = {"trace_id": request.context.trace_id.hex(), "session": session.number}  # in logs
         self._undelivered: deque[Event | SpecdecError] = deque([started])
         self._reader: asyncio.Future[None] | None = None
-
-    @property
-    def first_model(self) -> Description:
-        """The model as its first target describes it."""
-        return self._first_model
 
     def begin(self, ending: Ending | None = None) -> None:
         """Opens the session on the peers and requests the first token; or ends it if the resumed tokens reached the
