@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.discovery import Discovery
-from specdec.coordinator.peers import Draft, Listener, Peer, Target
+from specdec.coordinator.ejection import RetryBudget
+from specdec.coordinator.peers import Draft, Listener, ModelKey, Peer, Target
 from specdec.coordinator.pool import Pool
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.policy.acceptance import Acceptance
@@ -18,6 +21,7 @@ from specdec.policy.fixed_policy import OFF_POLICY, FixedPolicy
 from specdec.policy.goodput import Goodput
 from specdec.policy.goodput_policy import GoodputPolicy
 from specdec.policy.plans import catalogue
+from specdec.protocol import routing
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.policy import Policy
@@ -28,6 +32,8 @@ from specdec.protocol.suffix_store import SUFFIX_LENGTH_MIN, SUFFIX_TEXT_LENGTH_
 from specdec.protocol.types import Description, Proposer, Rule
 
 REJECTION_EVERY = 64  # of the requests that leave the rule to the service, one in 64 measures REJECTION
+MODEL_EVERY = 8  # while a draft model is not measured yet
+HOPELESS = 0.5  # of the best rate: pairs so slow when last measured that exploration would cost too much
 RULE_GAIN = 1.03  # least ratio of REJECTION to COUPLED for a choice of REJECTION: COUPLED sends less, trusts no draft
 WAITING_RETRY_S = 0.25  # a target may have room again
 RULE_ROUNDS = 100.0  # of both rules, before they are compared
@@ -36,7 +42,8 @@ RULE_ROUNDS = 100.0  # of both rules, before they are compared
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What a request gets. `model`: as the target describes it; `rule_reason`: in one line; `proposers`: those it may
-    use, the draft and heads among them; `draft`: none where the request does not use it."""
+    use, the draft and heads among them; `draft`: none where the request does not use it; `key`: of its prompt, for its
+    further targets."""
 
     target: Target
     model: Description
@@ -45,6 +52,14 @@ class Choice:
     rule_reason: str
     policy: Policy
     proposers: frozenset[Proposer]
+    key: bytes = b""
+
+
+Pair: TypeAlias = tuple[Rule, Draft | None]
+
+
+def _named(pair: Pair) -> tuple[Rule, ModelKey]:
+    return pair[0], () if pair[1] is None else pair[1].model_key
 
 
 class Mover(Listener, Protocol):
@@ -55,8 +70,8 @@ class Mover(Listener, Protocol):
     def on_target_up(self, found: Target | None = None) -> None:
         """It waits for a target, and one may be there; `found` was connected just then."""
 
-    def on_draft_up(self) -> None:
-        """It may want a draft, and one became usable."""
+    def on_draft_up(self, found: Draft | None = None) -> None:
+        """It may want a draft; `found` was connected just now."""
 
 
 class Fleet:
@@ -68,12 +83,15 @@ class Fleet:
         self._settings = settings
         self._told = changed
         arguments = settings.link_tls, fingerprint, self._on_changed
-        self.targets = Pool("target", lambda member: Target(member, *arguments))
-        self.drafts = Pool("draft", lambda member: Draft(member, *arguments, settings.draft_link_mbit))
+        self.targets = Pool("target", lambda member, health: Target(member, *arguments, health))
+        self.drafts = Pool("draft", lambda member, health: Draft(member, *arguments, health, settings.draft_link_mbit))
         self.store = SuffixStore(settings.suffix_store_mb << 20)
         self.calibration = Calibration()
         self.movers: dict[Mover, None] = {}
         self.waiting: dict[Mover, None] = {}
+        self.routes = dict.fromkeys(("home", "spill", "random"), 0)
+        self._keys, self._retries = routing.Keys(), RetryBudget()
+        self._tried: dict[tuple[Rule, ModelKey], int] = {}  # turns of pairs
         self._searches: list[asyncio.Task[None]] = []
         self._retry: asyncio.TimerHandle | None = None
         self._own = frozenset(Proposer[name.upper()] for name in settings.proposers.split(",") if name)
@@ -91,11 +109,13 @@ class Fleet:
         return next((peer.model_name for peer in up or self.targets.peers if peer.model_name), "")
 
     def served(self) -> Description | None:
-        """Returns the model that new texts get: of a target that is usable, the one with most positions of its model;
-        None without any."""
+        """Returns the model that a new text gets: of two models, each as often as it has targets; the description with
+        most positions. None without a usable target."""
         up = [peer.usable() for peer in self.targets.up()]
-        same = [model for model in up if model.model_digest == up[0].model_digest]
-        return max(same, key=lambda model: model.positions_max, default=None)
+        if not up:
+            return None
+        digest = secrets.choice(up).model_digest
+        return max((own for own in up if own.model_digest == digest), key=lambda own: own.positions_max)
 
     def start(self) -> None:
         """Finds the replicas and connects them."""
@@ -118,11 +138,11 @@ class Fleet:
             self.place_waiting(peer)
         elif is_up:
             for mover in list(self.movers):
-                mover.on_draft_up()
+                mover.on_draft_up(cast(Draft, peer))
 
-    def may_retry(self) -> bool:
-        """Whether a refused text may ask another target."""
-        return True
+    def may_retry(self, refusal_count: int) -> bool:
+        """Whether a text that `refusal_count` targets refused may ask another one."""
+        return self._retries.retry(refusal_count, time.monotonic())
 
     def wait(self, mover: Mover) -> None:
         """A text waits for a target from now on: it tries again when one is connected, and every WAITING_RETRY_S."""
@@ -141,30 +161,53 @@ class Fleet:
         for mover in sorted(self.waiting, key=lambda one: one.began_s):
             mover.on_target_up(found)
 
-    def choose(self, request: GenerationRequest, turn: int, model: Description, length_max: int = 0) -> Choice:
-        """Returns the choice for a request, the `turn`-th, among the targets of `model` that hold `length_max` tokens.
-        Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable without a target."""
+    def choose(
+        self,
+        request: GenerationRequest,
+        turn: int,
+        model: Description,
+        tokens: Sequence[int] = (),
+        length_max: int = 0,
+    ) -> Choice:
+        """Returns the choice for a request, the `turn`-th, with these `tokens`, among the targets of `model` that hold
+        `length_max` tokens. Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable
+        without a target."""
         proposers = self._proposers(request)
         self._check_limits(request)
-        target = self.next_target(model, length_max)
+        key = self._keys.key(tokens, request.cache_salt, request.prompt_cache_key)
+        target = self.next_target(model, length_max, key, is_new=True)
         if target is None:
             raise ReplicaUnavailable(f"no target: {self.targets.absent_reason or 'none holds this text'}")
-        rule, reason = self._rule(request, turn, target)
-        draft = self._draft_of(proposers)
+        self._retries.opened(time.monotonic())
+        rule, draft, reason = self._pair(request, turn, target, proposers)
         policy = self._policy(request, rule, proposers, target, draft)
-        return Choice(target, target.usable(), draft, rule, reason, policy, proposers)
+        return Choice(target, target.usable(), draft, rule, reason, policy, proposers, key)
 
-    def next_target(self, model: Description, length_max: int, avoided: Collection[Target] = ()) -> Target | None:
-        """Returns the target for a text of a model: one of equal numerics if there is any, else of others; None without
-        one that is usable, holds the text and is not avoided."""
-        fitting = [one for one in self.targets.up() if one not in avoided and _holds(one.usable(), model, length_max)]
-        equal = [one for one in fitting if one.usable().numerics == model.numerics]
-        return min(equal or fitting, key=lambda one: one.load, default=None)
+    def next_target(
+        self,
+        model: Description,
+        length_max: int,
+        key: bytes = b"",
+        avoided: Collection[Target] = (),
+        is_new: bool = False,
+    ) -> Target | None:
+        """Returns the target for a text of a model with this key. Unless the text is new: one of equal numerics if
+        there is any, else of others. None without one that is usable, holds the text and is not avoided."""
+        fitting = [one for one in self.targets.fit() if one not in avoided and _holds(one.usable(), model, length_max)]
+        equal = [one for one in fitting if is_new or one.usable().numerics == model.numerics]
+        candidates = equal or fitting
+        if not candidates:
+            return None
+        reports = [one.link.load for one in candidates if one.link.load is not None]
+        chosen = routing.choose(key, candidates, secrets.randbelow, routing.session_load(reports))
+        is_home = bool(key) and routing.order(key, (one.address for one in candidates))[0] == chosen.address
+        self.routes["home" if is_home else "spill" if key else "random"] += 1
+        return chosen
 
-    def next_draft(self, draft: Draft, avoided: Collection[Draft]) -> Draft | None:
-        """Returns another draft of the model of `draft`; None without one that is usable and not avoided."""
-        same = [one for one in self.drafts.up() if one.model_key == draft.model_key and one not in avoided]
-        return min(same, key=lambda one: one.load, default=None)
+    def next_draft(self, draft: Draft, rule: Rule, avoided: Collection[Draft] = ()) -> Draft | None:
+        """Returns a draft of the model of `draft`, near and idle; None without one that is usable and not avoided."""
+        same = [one for one in self.drafts.fit() if one.model_key == draft.model_key and one not in avoided]
+        return routing.choose_draft(same, lambda one: one.wait_s(rule), secrets.randbelow) if same else None
 
     def _proposers(self, request: GenerationRequest) -> frozenset[Proposer]:
         asked = frozenset(request.speculative.proposers)
@@ -190,38 +233,61 @@ class Fleet:
             if asked is not None and asked > limit:
                 raise InvalidRequest(f"speculative.{name}", asked, f"at most this server's maximum, {limit}")
 
-    def _draft_of(self, proposers: frozenset[Proposer]) -> Draft | None:
-        """Returns a draft, if there is any, that is usable if one is."""
+    def _models(self, proposers: frozenset[Proposer]) -> list[Draft | None]:
+        """Returns a draft of each model that is usable, in the order of the pool; None where there is no draft."""
         if Proposer.DRAFT not in proposers:
-            return None
-        return min(self.drafts.up() or self.drafts.peers, key=lambda one: one.load, default=None)
+            return [None]
+        models = {one.model_key: one for one in reversed(self.drafts.up() or self.drafts.peers[:1])}
+        return [*reversed(models.values())] or [None]
 
-    def _rule(self, request: GenerationRequest, turn: int, target: Target) -> tuple[Rule, str]:
-        """The rule, and its reason in one line. REJECTION is measured by requests under the service's own policy and
-        limits that leave the rule to it."""
+    def _pair(
+        self, request: GenerationRequest, turn: int, target: Target, proposers: frozenset[Proposer]
+    ) -> tuple[Rule, Draft | None, str]:
+        """Returns rule and draft, and the reason in one line: those with the most tokens per second measured, the first
+        unless others gain RULE_GAIN. One request in PAIR_EVERY that is under the service's own policy and limits
+        measures the pair that was chosen least lately."""
         named = request.rule()
-        if named is not None:
-            return named
-        own, most = request.speculative, self._settings.num_speculative_tokens_max
-        coupled, rejection = (self._measured(rule, target) for rule in (Rule.COUPLED, Rule.REJECTION))
-        is_hopeless = False  # so slow when last measured that exploration would cost too much
-        if coupled is not None and rejection is not None:
-            is_hopeless = rejection < 0.5 * coupled
-            compared = f"COUPLED {coupled:.0f}, REJECTION {rejection:.0f} tokens/s measured"
-            if rejection > RULE_GAIN * coupled:
-                return Rule.REJECTION, f"the server's choice: {compared}"
-        else:
-            compared = "REJECTION not measured yet" if coupled is not None else "nothing measured yet"
+        rules = (Rule.COUPLED, Rule.REJECTION) if named is None else (named[0],)
+        models = self._models(proposers)
+        pairs = [(rule, draft) for rule in rules for draft in models]
+        chosen, why = pairs[0], "" if named is None else named[1]
+        if len(pairs) > 1:
+            chosen, why = self._best_pair(request, turn, target, pairs)
+        rule, draft = chosen
+        if draft is not None:
+            draft = self.next_draft(draft, rule) or draft
+        return rule, draft, why if named is None or len(pairs) == 1 else f"{named[1]}; draft: {why}"
+
+    def _best_pair(self, request: GenerationRequest, turn: int, target: Target, pairs: list[Pair]) -> tuple[Pair, str]:
+        first, own, most = pairs[0], request.speculative, self._settings.num_speculative_tokens_max
+        rates = {pair: rate for pair in pairs if (rate := self._measured(pair[0], target, pair[1])) is not None}
+        best = max(rates, key=rates.__getitem__) if first in rates else first
+        has_models = len({draft for _, draft in pairs}) > 1
+
+        def said(pair: Pair) -> str:
+            return f"{pair[0].name} with {pair[1].model_name}" if has_models and pair[1] is not None else pair[0].name
+
+        compared = ", ".join(f"{said(pair)} {rate:.0f}" for pair, rate in rates.items()) + " tokens/s measured"
+        missing = [said(pair) for pair in pairs if pair not in rates]
+        if missing:
+            compared = "nothing measured yet" if not rates else f"{', '.join(missing)} not measured yet"
         measures = not own.proposers and own.num_speculative_tokens in (None, most)
         measures &= self._mode(request) is SpeculationMode.AUTO
-        is_turn = hash64(0, Lane.NEXT, turn, 0) % REJECTION_EVERY == 0  # whatever order kinds of requests come in
-        if measures and is_turn and not is_hopeless:
-            return Rule.REJECTION, f"the server's choice, to measure it: {compared}"
-        return Rule.COUPLED, f"the server's choice: {compared}"
+        is_new = has_models and any((first[0], draft) not in rates for _, draft in pairs)
+        every = MODEL_EVERY if is_new else REJECTION_EVERY
+        if measures and hash64(0, Lane.NEXT, turn, 0) % every == 0:  # whatever order kinds of requests come in
+            least = HOPELESS * rates.get(best, 0.0)
+            hopeful = [pair for pair in pairs if rates.get(pair, least) >= least]
+            latest = min(hopeful, key=lambda pair: self._tried.get(_named(pair), 0))
+            if latest != best:
+                self._tried[_named(latest)] = turn
+                return latest, f"the server's choice, to measure it: {compared}"
+        chosen = best if best in rates and rates[best] > RULE_GAIN * rates[first] else first
+        self._tried[_named(chosen)] = turn
+        return chosen, f"the server's choice: {compared}"
 
-    def _measured(self, rule: Rule, target: Target) -> float | None:
+    def _measured(self, rule: Rule, target: Target, draft: Draft | None) -> float | None:
         """Tokens per second of the best plan under the server's own limit; None before RULE_ROUNDS rounds."""
-        draft = self._draft_of(self._own)
         has_local = bool(self._own - {Proposer.DRAFT})
         key = target.model_key, rule, self._settings.num_speculative_tokens_max, draft is not None, has_local
         goodput = (draft or target).goodputs.get(key)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 from specdec.config import TlsSettings
-from specdec.coordinator.deadlines import TICK_S, Deadlines
+from specdec.coordinator.deadlines import OVERDUE, TICK_S, Deadlines
 from specdec.coordinator.discovery import Member
+from specdec.coordinator.ejection import Health
 from specdec.errors import InvalidRequest, Mismatch, ReplicaUnavailable, SpecdecError
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.draft_time import DraftTimes
@@ -25,12 +27,13 @@ from specdec.policy.goodput import Goodput
 from specdec.policy.steps import StepTimes
 from specdec.protocol.events import DraftLost, DraftStops, Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import NO_TRACE, Nodes, Verification, VerificationResult, is_farewell
+from specdec.protocol.routing import SESSION_LOAD_GUESS
 from specdec.protocol.types import PROTOCOL_VERSION, Description, Rule
 from specdec.rpc.client import open_channel
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.limits import STREAM_RESPONSE_BYTES_MAX
-from specdec.rpc.link import CLOSED, Link
+from specdec.rpc.link import CLOSED, HEALTHY_S, Link
 from specdec.telemetry.logs import get_logger
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -38,8 +41,8 @@ from specdec.v1 import types_pb2 as types_pb
 
 DESCRIBE_TIMEOUT_S = 5.0
 DESCRIBE_RETRY_S = 0.5
-SESSION_LOAD_GUESS = 1 / 64  # of a replica that has none, or did not report yet
 NODES_PER_MESSAGE_MAX = 1 << 12  # twice what fits a message of several items, MESSAGE_BYTES_SOFT
+STATES = ("up", "ejected", "stopping", "unlisted", "down")  # only those that are up get new texts
 ModelKey: TypeAlias = tuple[Hashable, ...]  # of a target: weights and numerics; of a draft: weights
 GoodputKey: TypeAlias = tuple[ModelKey, Rule, int, bool, bool]
 
@@ -74,13 +77,17 @@ class Peer(ABC):
     request: ClassVar[type]
     response: ClassVar[type]
 
-    def __init__(self, member: Member, tls: TlsSettings, fingerprint: str, changed: Callable[[Peer], None]) -> None:
+    def __init__(
+        self, member: Member, tls: TlsSettings, fingerprint: str, changed: Callable[[Peer], None], health: Health
+    ) -> None:
         self.address = address = member.address
+        self.health = health
         self.description: Description | None = None
         self.absent_reason = f"the {self.name} was not reached yet"
         self.is_stopping = False
         self.is_listed = True  # a member of its pool
         self.is_primed = False  # its measurements are those of its model
+        self._up_s = 0.0
         self.loss_count = 0  # connections that were lost
         self.model_name = ""  # of the last description
         self.model_key: ModelKey = ()
@@ -106,6 +113,15 @@ class Peer(ABC):
     def is_up(self) -> bool:
         """Whether the peer is usable for new generations."""
         return self.description is not None and not self.is_stopping and self.is_listed
+
+    @property
+    def state(self) -> str:
+        """One of STATES, for people."""
+        if self.description is None:
+            return "down"
+        if not self.is_up:
+            return "stopping" if self.is_stopping else "unlisted"
+        return "ejected" if self.health.is_ejected(time.monotonic()) else "up"
 
     @property
     def is_idle(self) -> bool:
@@ -170,6 +186,7 @@ class Peer(ABC):
         return len(data)
 
     def _on_up(self) -> None:
+        self._up_s = time.monotonic()
         self._tasks = (asyncio.create_task(self._describe()),)
 
     async def _describe(self) -> None:
@@ -268,6 +285,8 @@ class Peer(ABC):
         self.description, self.is_stopping, self.is_primed = None, False, False
         self.absent_reason = f"the connection to the {self.name} was lost"
         self.loss_count += reason != CLOSED
+        if reason != CLOSED and time.monotonic() - self._up_s < HEALTHY_S:
+            self.health.fault(time.monotonic())
         self._changed(self)
 
 
@@ -277,8 +296,10 @@ class Target(Peer):
     name, service, stream_method = "target", "specdec.v1.TargetService", "Verify"
     request, response = target_pb.VerifyRequest, target_pb.VerifyResponse
 
-    def __init__(self, member: Member, tls: TlsSettings, fingerprint: str, changed: Callable[[Peer], None]) -> None:
-        super().__init__(member, tls, fingerprint, changed)
+    def __init__(
+        self, member: Member, tls: TlsSettings, fingerprint: str, changed: Callable[[Peer], None], health: Health
+    ) -> None:
+        super().__init__(member, tls, fingerprint, changed, health)
         self.suspect: Listener | None = None  # a text that lost several targets, until it is answered here
         self._deadlines = Deadlines()
 
@@ -324,7 +345,7 @@ class Target(Peer):
             for session, reason in self._deadlines.tick().items():
                 self._deadlines.forget(session)
                 if (listener := self._listeners.get(session)) is not None:
-                    self._tell(listener, TargetLost(reason))
+                    self._tell(listener, TargetLost(reason, OVERDUE))
                 get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
 
     def _event_of(self, item: Any) -> Event:
@@ -349,10 +370,11 @@ class Draft(Peer):
         tls: TlsSettings,
         fingerprint: str,
         changed: Callable[[Peer], None],
+        health: Health,
         link_mbit: float | None = None,
     ) -> None:
         self._link_bytes_per_s = math.inf if link_mbit is None else link_mbit * 1e6 / 8
-        super().__init__(member, tls, fingerprint, changed)
+        super().__init__(member, tls, fingerprint, changed, health)
 
     def _measure_anew(self) -> None:
         super()._measure_anew()
@@ -395,6 +417,11 @@ class Draft(Peer):
                 self.times[rule].on_bytes(byte_count / evaluated_count)
             self.times[rule].on_step(nodes.step_rows, nodes.step_us / 1e6, nodes.active_sessions)
             self.measure_network()
+
+    def wait_s(self, rule: Rule) -> float:
+        """Returns the seconds to a draft token of one more session: the network round trip and a step."""
+        session_count = 0 if self.link.load is None else self.link.load[0]
+        return (self.network_s or 0.0) + self.times[rule].nodes_s(1 + session_count)
 
     def measure_network(self) -> None:
         """Records the network round trip of the last exchange; pings measure it while nothing is drafted."""

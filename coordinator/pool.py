@@ -8,10 +8,12 @@ what is measured: a new one is known from its first text on.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from specdec.coordinator.discovery import Member
+from specdec.coordinator.ejection import Health, PoolHealth
 from specdec.coordinator.peers import Peer
 from specdec.errors import ReplicaUnavailable
 from specdec.protocol.types import Description
@@ -23,8 +25,9 @@ class Pool(Generic[P]):
     """`make` makes a replica of a member, which calls `on_changed`. `name`: of its kind. Belongs to the event loop; its
     links run from `start` to `stop`."""
 
-    def __init__(self, name: str, make: Callable[[Member], P]) -> None:
+    def __init__(self, name: str, make: Callable[[Member, Health], P]) -> None:
         self._name = name
+        self._health = PoolHealth()
         self._make = make
         self._members: dict[str, P] = {}  # by address, in the order of discovery
         self._links: dict[P, asyncio.Task[None]] | None = None  # None: they do not run
@@ -45,7 +48,7 @@ class Pool(Generic[P]):
             if known is not None:
                 known.set_listed(True)
                 continue
-            peer = self._members[address] = self._make(member)
+            peer = self._members[address] = self._make(member, self._health.add())
             if self._links is not None:
                 self._links[peer] = asyncio.create_task(peer.link.run())
 
@@ -74,6 +77,11 @@ class Pool(Generic[P]):
         for peer in self.up():
             return peer
         raise ReplicaUnavailable(f"no {self._name}: {self.absent_reason}")
+
+    def fit(self) -> list[P]:
+        """Returns those among them that are not ejected."""
+        now_s, up = time.monotonic(), self.up()
+        return [peer for peer in up if not peer.health.is_ejected(now_s)] or up
 
     def groups(self) -> list[tuple[Description, int]]:
         """Returns the models and numerics of the replicas that take new texts, and the number of each."""
@@ -109,5 +117,6 @@ class Pool(Generic[P]):
             return
         if peer.is_idle or not peer.link.is_up:
             del self._members[peer.address]
+            self._health.remove(peer.health)
             if self._links is not None:
                 self._links.pop(peer).cancel()

@@ -115,7 +115,7 @@ class Coordinator:
                         if self.recorder is not None and isinstance(event, Delta):
                             deltas.append(event)
                         for part in event.parts() if isinstance(event, Delta) else (event,):
-                            yield event_to_message(part, model)
+                            yield event_to_message(part, generation.first_model)
                 finally:
                     self._generations.discard(generation)
                     generation.close()
@@ -168,10 +168,10 @@ class Coordinator:
         request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, model)
         number, fleet = next(self._numbers), self.fleet
         length_max = len(prompt) + output.max_tokens
-        choice = fleet.choose(request, number, model, length_max)
+        committed = [*prompt, *request.resumed_token_ids]
+        choice = fleet.choose(request, number, model, committed, length_max)
         target = choice.model
         params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids)
-        committed = [*prompt, *request.resumed_token_ids]
         has_trees, cap = self._settings.draft_siblings_max > 0, choice.policy.draft_length_cap
         session = Session(
             number,
@@ -191,10 +191,9 @@ class Coordinator:
         bind(session=session.number, **({"label": request.label} if request.label else {}))
         statistics.admitted(request, started, choice)
         get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
-        reports_rounds = request.speculative.report_rounds
-        return Generation(
-            session, output, started, choice, fleet, statistics, reports_rounds, self._settings.target_wait_s
-        ), ending
+        reported = request.speculative.report_rounds, request.speculative.report_statistics
+        wait_s = self._settings.target_wait_s
+        return Generation(session, output, started, choice, fleet, statistics, *reported, wait_s), ending
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context

@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 
 from specdec.config import CoordinatorSettings, TlsSettings
 from specdec.coordinator.discovery import Member
+from specdec.coordinator.ejection import PoolHealth
 from specdec.coordinator.fleet import Choice, Fleet
 from specdec.coordinator.generation import Generation
 from specdec.coordinator.peers import NODES_PER_MESSAGE_MAX, Draft, Peer, Target
@@ -63,6 +64,7 @@ class Recorder:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.link = SimpleNamespace(stamps=SimpleNamespace(network_s=0.0), is_up=True)
+        self.health = PoolHealth().add()
 
     def attach(self, session: int, listener: Generation) -> None: ...
 
@@ -104,7 +106,7 @@ def generation_of(target: Any, draft: Any, context_length: int = 3, wait_s: floa
 def made(kind: type[Peer], address: str) -> Any:
     """A peer of this kind, whose link does not run yet."""
     more = (None,) if kind is Draft else ()
-    return kind(Member(address), TlsSettings(), FINGERPRINT, lambda peer: None, *more)
+    return kind(Member(address), TlsSettings(), FINGERPRINT, lambda peer: None, PoolHealth().add(), *more)
 
 
 async def until(condition: Any, timeout_s: float = 10.0) -> None:

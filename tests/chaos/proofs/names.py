@@ -1,7 +1,8 @@
 """Targets and drafts behind names whose records come, go and fail under load: members in time, no error at a client.
 
-The services run apart (`tests.support.dns_server`), beside a real DNS server, as `python -m tests.chaos.proofs.names`,
-which prints what was measured. Each replica has an address of loopback of its own and the port of its service.
+The services run apart (`tests.support.dns_server`), beside a real DNS server; there
+`python -m tests.chaos.proofs.names` prints what was measured. Each replica has an address of loopback of its own and
+the port of its service.
 """
 
 from __future__ import annotations
