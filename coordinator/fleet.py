@@ -92,6 +92,7 @@ class Fleet:
         self.routes = dict.fromkeys(("home", "spill", "random"), 0)
         self._keys, self._retries = routing.Keys(), RetryBudget()
         self._tried: dict[tuple[Rule, ModelKey], int] = {}  # turns of pairs
+        self._discoveries: dict[str, Discovery] = {}  # by the kind of replica
         self._searches: list[asyncio.Task[None]] = []
         self._retry: asyncio.TimerHandle | None = None
         self._own = frozenset(Proposer[name.upper()] for name in settings.proposers.split(",") if name)
@@ -120,9 +121,10 @@ class Fleet:
     def start(self) -> None:
         """Finds the replicas and connects them."""
         settings = self._settings
-        for values, pool in ((settings.target, self.targets), (settings.draft, self.drafts)):
+        for name, values, pool in (("target", settings.target, self.targets), ("draft", settings.draft, self.drafts)):
             pool.start()
-            self._searches.append(asyncio.create_task(Discovery(values, pool.update).run()))
+            discovery = self._discoveries[name] = Discovery(values, pool.update)
+            self._searches.append(asyncio.create_task(discovery.run()))
 
     async def stop(self) -> None:
         """Closes all links."""
@@ -134,6 +136,8 @@ class Fleet:
         """A replica became usable, or no longer is: tells the texts that wait for one."""
         is_up = self.targets.on_changed(peer) if isinstance(peer, Target) else self.drafts.on_changed(cast(Draft, peer))
         self._told()
+        if not peer.link.is_up and peer.name in self._discoveries:
+            self._discoveries[peer.name].look_now()  # whatever replaced it
         if is_up and isinstance(peer, Target):
             self.place_waiting(peer)
         elif is_up:
