@@ -134,13 +134,18 @@ class Coordinators:
     def _choose(self, started: coordinator_pb.Started | None, tried: set[str]) -> Coordinator | None:
         """Returns the coordinator with the fewest requests; for a text that has started one with its model."""
 
+        def distance(member: Coordinator) -> tuple[bool, int]:
+            models = [] if member.description is None else member.description.targets
+            is_equal = started is None or any(own.numerics == started.numerics for own in models)
+            return not is_equal, member.running_count
+
         def fits(member: Coordinator) -> bool:
             if member.description is None or member.address in tried:
                 return False
-            target = member.description.target
-            return started is None or (target.model_digest, target.numerics) == (started.model_digest, started.numerics)
+            digests = {own.model_digest for own in member.description.targets}
+            return started is None or started.model_digest in digests
 
-        return min(filter(fits, self.members), key=lambda member: member.running_count, default=None)
+        return min(filter(fits, self.members), key=distance, default=None)
 
     async def messages(
         self, request: Request, sums_statistics: bool, metadata: Metadata = ()

@@ -110,7 +110,8 @@ class Continuation:
         self._lost: list[coordinator_pb.Statistics] = []  # of streams before it
 
     def take(self, response: coordinator_pb.GenerateResponse) -> bool:
-        """Adds a message; returns whether it is new to the reader. Raises Mismatch for the start of another model."""
+        """Adds a message; returns whether it is new to the reader: the start of a resumed text is not, unless numerics
+        are others, and it becomes `moved` then. Raises Mismatch for the start of another model."""
         if response.HasField("delta"):
             self.request.resume.output_token_ids.extend(response.delta.token_ids)
             if response.delta.HasField("statistics"):
@@ -118,11 +119,16 @@ class Continuation:
         elif response.HasField("finished") and self._lost:
             finished = response.finished
             finished.statistics.CopyFrom(summed([*self._lost, finished.statistics], finished.usage.output_tokens))
+        elif response.HasField("moved") and self.started is not None:
+            moved = coordinator_pb.Started()
+            moved.CopyFrom(self.started)
+            moved.numerics.CopyFrom(response.moved.numerics)
+            self.started = moved
         if not response.HasField("started"):
             return True
         before, own = self.started, response.started
-        if before is not None and (before.model_digest, before.numerics) != (own.model_digest, own.numerics):
-            raise Mismatch("the text cannot be resumed: the target is another model now, or computes otherwise")
+        if before is not None and before.model_digest != own.model_digest:
+            raise Mismatch("the text cannot be resumed: the target is another model now")
         self.started = own
         if self._part is not None:
             self._lost.append(self._part)
@@ -131,4 +137,10 @@ class Continuation:
             self.request.sampling.seed = own.seed
         elif own.rule == types_pb.RULE_REJECTION:
             self.request.speculative.rule = own.rule
-        return before is None
+        if before is None:
+            return True
+        has_moved = before.numerics != own.numerics
+        if has_moved:
+            index = len(self.request.resume.output_token_ids)
+            response.moved.CopyFrom(coordinator_pb.Moved(first_output_index=index, numerics=own.numerics))
+        return has_moved

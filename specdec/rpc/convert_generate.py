@@ -6,6 +6,7 @@ this version does not know is refused by number: no field that a user sets is ig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -23,7 +24,15 @@ from specdec.protocol.request import (
     SpeculationMode,
     SpeculativePolicy,
 )
-from specdec.protocol.types import LOGIT_BIAS_COUNT_MAX, TOKENS_MAX, Description, PositionLogprobs, Proposer, Rule
+from specdec.protocol.types import (
+    LOGIT_BIAS_COUNT_MAX,
+    REPLICA_COUNT_MAX,
+    TOKENS_MAX,
+    Description,
+    PositionLogprobs,
+    Proposer,
+    Rule,
+)
 from specdec.rpc.convert import (
     bounded,
     description_to_message,
@@ -230,19 +239,31 @@ def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
 
 
 def coordinator_description_to_message(
-    target: Description | None,
-    draft: Description | None,
+    targets: Sequence[tuple[Description, int]],
+    drafts: Sequence[tuple[Description, int]],
     draft_absent_reason: str,
     limits: SpeculationSettings,
 ) -> coordinator_pb.CoordinatorDescribeResponse:
-    """Returns the message of a coordinator's description, with its limits; absent replicas are not in it."""
+    """Returns the message of a coordinator's description, with its limits; `targets` and `drafts`: models of those in
+    use, and the number of each."""
     return coordinator_pb.CoordinatorDescribeResponse(
-        target=None if target is None else description_to_message(target),
-        draft=None if draft is None else description_to_message(draft),
+        target=description_to_message(targets[0][0]) if targets else None,
+        draft=description_to_message(drafts[0][0]) if drafts else None,
+        targets=[_group_to_message(*group) for group in targets[:REPLICA_COUNT_MAX]],
+        drafts=[_group_to_message(*group) for group in drafts[:REPLICA_COUNT_MAX]],
         draft_absent_reason=draft_absent_reason,
         num_speculative_tokens=limits.num_speculative_tokens,
         num_speculative_tokens_max=limits.num_speculative_tokens_max,
         draft_window_max=limits.draft_window_max,
         draft_nodes_per_step_max=limits.draft_nodes_per_step_max,
         draft_siblings_max=limits.draft_siblings_max,
+    )
+
+
+def _group_to_message(model: Description, replica_count: int) -> coordinator_pb.ReplicaGroup:
+    return coordinator_pb.ReplicaGroup(
+        model_digest=model.model_digest,
+        model_name=model.model_name,
+        numerics=numerics_to_message(model),
+        num_replicas=replica_count,
     )

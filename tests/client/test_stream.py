@@ -169,11 +169,20 @@ async def test_other_errors_are_told_at_once(
     assert len(requests) == 1
 
 
-@pytest.mark.parametrize("other", [started(digest="e"), started(device="cuda")], ids=["weights", "numerics"])
-async def test_another_model_does_not_go_on_with_a_text(other: pb.GenerateResponse) -> None:
-    """Claim: if the target that is back has other weights or computes otherwise, the text ends with an error that says
-    so, and no token of it is shown. Source: docs/reliability.md. Conclusive: the second stream would have given one."""
-    calls = [started(), delta(0, 1), LOST], [other, delta(1, 2), FINISHED]
+async def test_other_numerics_are_told_before_their_first_token() -> None:
+    """Claim: a text that is resumed at a target of the same weights and other numerics goes on, and its reader is told
+    `moved`, with the index of the next token, before it. Conclusive: the order of all messages is compared."""
+    calls = [started(), delta(0, 1), LOST], [started(device="cuda"), delta(1, 2), FINISHED]
+    async with scripted(*calls) as (address, _), Client(address) as client:
+        messages = [message async for message in client.messages(make_request("x"))]
+    assert [message.WhichOneof("event") for message in messages] == ["started", "delta", "moved", "delta", "finished"]
+    assert messages[2].moved.first_output_index == 1 and messages[2].moved.numerics.device == "cuda"
+
+
+async def test_another_model_does_not_go_on_with_a_text() -> None:
+    """Claim: if the target that is back has other weights, the text ends with an error that says so, and no token of it
+    is shown. Source: docs/reliability.md. Conclusive: the second stream would have given one."""
+    calls = [started(), delta(0, 1), LOST], [started(digest="e"), delta(1, 2), FINISHED]
     seen: list[int] = []
     async with scripted(*calls) as (address, _), Client(address) as client:
         with pytest.raises(Mismatch, match="cannot be resumed"):

@@ -23,6 +23,7 @@ VALUE_MODULES = (
     "fingerprint",
     "tree_shape",
     "heads",
+    "prefix_digests",
 )
 VALUES = tuple(f"specdec.protocol.{name}" for name in VALUE_MODULES)
 
@@ -83,6 +84,7 @@ TABLE = (
             "specdec.protocol.types",
             "specdec.protocol.heads",
             "specdec.protocol.fingerprint",
+            "specdec.protocol.prefix_digests",
         ),
         NETWORK_LIBRARIES + ("asyncio", "pydantic"),
     ),
@@ -279,6 +281,7 @@ TABLE = (
     Imports(
         "specdec.ray",
         (
+            "specdec.__version__",
             "specdec.errors",
             "specdec.terminal",
             "specdec.settings",

@@ -125,16 +125,14 @@ def test_rounds_are_the_statistics(services: Services, rule: str, way: str) -> N
     what it says: trees have rounds of several paths, n-grams tokens of their proposer."""
     sampling, named = RULES[rule]
     sampling = sampling | ({"cache_salt": "own"} if way == "both" else {})
-    needs_draft = way in ("chain", "tree")
-    for _ in range(10):  # beside so fast a target a text may be over before the draft has begun
+    for _ in range(10):  # on a busy machine the draft may be late for a whole text
         text, deltas = generated(services.client, WAYS[way] | named, **sampling)
-        if not needs_draft or text.finished.statistics.num_model_accepted_tokens:
+        rounds = [own for delta in deltas for own in delta.rounds]
+        has_trees = way not in ("tree", "both") or any(own.parents for own in rounds)
+        if has_trees and (way not in ("chain", "tree") or text.finished.statistics.num_accepted_draft_tokens):
             break
-    rounds = [own for delta in deltas for own in delta.rounds]
-    if way in ("tree", "both"):
-        assert any(own.parents for own in rounds)
-    if way in ("chain", "tree"):
-        assert text.finished.statistics.num_accepted_draft_tokens
+    else:
+        pytest.fail("no text had the draft tokens of its way")
     if way == "n-gram":
         assert {proposer for own in rounds for proposer in own.proposers} == {pb.PROPOSER_NGRAM}
     silent, without = read(

@@ -13,9 +13,10 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.engine.cache.prefix_index import PrefixIndex, chain_digests, root_digest
+from specdec.engine.cache.prefix_index import PrefixIndex
 from specdec.engine.interface import Storage
 from specdec.errors import CacheExhausted
+from specdec.protocol.prefix_digests import chain_digests, root_digest
 
 BLOCK_SIZE_MIN, BLOCK_SIZE_MAX = 8, 256
 ZERO_BLOCK = 0  # always zero, owned by no sequence: stands in block tables where a sequence has no block
