@@ -70,8 +70,8 @@ class Mover(Listener, Protocol):
     def on_target_up(self, found: Target | None = None) -> None:
         """It waits for a target, and one may be there; `found` was connected just then."""
 
-    def on_draft_up(self) -> None:
-        """It may want a draft, and one became usable."""
+    def on_draft_up(self, found: Draft | None = None) -> None:
+        """It may want a draft; `found` was connected just now."""
 
 
 class Fleet:
@@ -109,11 +109,13 @@ class Fleet:
         return next((peer.model_name for peer in up or self.targets.peers if peer.model_name), "")
 
     def served(self) -> Description | None:
-        """Returns the model that new texts get: of a target that is usable, the one with most positions of its model;
-        None without any."""
+        """Returns the model that a new text gets: of two models, each as often as it has targets; the description with
+        most positions. None without a usable target."""
         up = [peer.usable() for peer in self.targets.up()]
-        same = [model for model in up if model.model_digest == up[0].model_digest]
-        return max(same, key=lambda model: model.positions_max, default=None)
+        if not up:
+            return None
+        digest = secrets.choice(up).model_digest
+        return max((own for own in up if own.model_digest == digest), key=lambda own: own.positions_max)
 
     def start(self) -> None:
         """Finds the replicas and connects them."""
@@ -136,7 +138,7 @@ class Fleet:
             self.place_waiting(peer)
         elif is_up:
             for mover in list(self.movers):
-                mover.on_draft_up()
+                mover.on_draft_up(cast(Draft, peer))
 
     def may_retry(self, refusal_count: int) -> bool:
         """Whether a text that `refusal_count` targets refused may ask another one."""
@@ -167,12 +169,13 @@ class Fleet:
         tokens: Sequence[int] = (),
         length_max: int = 0,
     ) -> Choice:
-        """Returns the choice for a request, the `turn`-th, among the targets of `model` that hold `length_max` tokens.
-        Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable without a target."""
+        """Returns the choice for a request, the `turn`-th, with these `tokens`, among the targets of `model` that hold
+        `length_max` tokens. Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable
+        without a target."""
         proposers = self._proposers(request)
         self._check_limits(request)
         key = self._keys.key(tokens, request.cache_salt, request.prompt_cache_key)
-        target = self.next_target(model, length_max, key)
+        target = self.next_target(model, length_max, key, is_new=True)
         if target is None:
             raise ReplicaUnavailable(f"no target: {self.targets.absent_reason or 'none holds this text'}")
         self._retries.opened(time.monotonic())
@@ -181,12 +184,17 @@ class Fleet:
         return Choice(target, target.usable(), draft, rule, reason, policy, proposers, key)
 
     def next_target(
-        self, model: Description, length_max: int, key: bytes = b"", avoided: Collection[Target] = ()
+        self,
+        model: Description,
+        length_max: int,
+        key: bytes = b"",
+        avoided: Collection[Target] = (),
+        is_new: bool = False,
     ) -> Target | None:
-        """Returns the target for a text of a model with this key: one of equal numerics if there is any, else of
-        others; None without one that is usable, holds the text and is not avoided."""
+        """Returns the target for a text of a model with this key. Unless the text is new: one of equal numerics if
+        there is any, else of others. None without one that is usable, holds the text and is not avoided."""
         fitting = [one for one in self.targets.fit() if one not in avoided and _holds(one.usable(), model, length_max)]
-        equal = [one for one in fitting if one.usable().numerics == model.numerics]
+        equal = [one for one in fitting if is_new or one.usable().numerics == model.numerics]
         candidates = equal or fitting
         if not candidates:
             return None

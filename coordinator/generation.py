@@ -32,18 +32,19 @@ from specdec.protocol.types import Proposer, Rule, TokenKind
 from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
+NETWORK_ROUNDS = 4  # of plain decoding, between two records of the draft's network time: only pings measure it then
 LOSS_COUNT_MAX = 3  # targets lost in a row that end a text
 ROOM_RETRY_S = 0.5  # after a refusal that names no time
 UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
 
 
 class Lost(Exception):
-    """The target failed this text, which goes on at another one; the message is the reason. `error`: what it is to the
-    client where none is left."""
+    """The target failed this text, which goes on at another one; the message is the reason, `cause` a word for it.
+    `error`: what it is to the client where none is left."""
 
-    def __init__(self, reason: str, error: type[SpecdecError] = ReplicaUnavailable) -> None:
+    def __init__(self, reason: str, cause: str, error: type[SpecdecError] = ReplicaUnavailable) -> None:
         super().__init__(reason)
-        self.error = error
+        self.cause, self.error = cause, error
 
 
 class Generation:
@@ -58,6 +59,7 @@ class Generation:
         fleet: Fleet,
         request: RequestStatistics,
         reports_rounds: bool = False,
+        reports_statistics: bool = False,
         target_wait_s: float = 0.0,
     ) -> None:
         self._session = session
@@ -69,14 +71,14 @@ class Generation:
         self._model = choice.model  # of the target that its last tokens come from
         self._fleet = fleet
         self._request = request
-        self._reports_rounds = reports_rounds
+        self._reports_rounds, self._reports_statistics = reports_rounds, reports_statistics
         self._target_wait_s = target_wait_s
         self.began_s = time.monotonic()
         self._loss_count = 0  # targets lost in a row, without an answered round between
         self._avoided: dict[Target, float] = {}  # targets that refused or failed it since the last answer, until when
         self._left: set[Draft] = set()  # drafts that could not draft for it
         self._is_moving = False  # the round in flight was sent to more than one target
-        self._move_reason = ""
+        self._lost: Lost | None = None  # why it seeks a target
         self._target_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._times = RoundTimes(time.monotonic())  # of the round under way; `sent_s` is of the first time
@@ -132,7 +134,7 @@ class Generation:
         asked, appended = session.in_flight, None
         try:
             if isinstance(event, events.TargetLost):
-                raise Lost(event.reason)
+                raise Lost(event.reason, event.cause)
             if isinstance(event, events.FromTarget) and isinstance(event.item, Failure):
                 self._on_failure(event.item)
                 return
@@ -180,7 +182,7 @@ class Generation:
             verdict = conclude(self._session.params, flying, answer.output)
         except InvalidRequest as error:  # the target's fault, not the request's
             get_logger().error("malformed verification result", **self.names, error=str(error))
-            raise Lost("the target sent a malformed answer") from None
+            raise Lost("the target sent a malformed answer", "malformed") from None
         tokens = (*map(flying.draft_token_ids.__getitem__, verdict.accepted), verdict.next_token_id)
         appended = self._output.append(tokens)
         times = self._times._replace(end_s=time.monotonic(), round_trip_s=answered_s - self._times.sent_s)
@@ -196,12 +198,16 @@ class Generation:
         logprobs = logprobs_of(event.answer.output, verdict)[:count]
         proposers = (*record.tokens.accepted_proposers, Proposer.NONE)[:count]
         text = "".join(texts), tuple(map(len, texts))
-        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers, rounds)
+        statistics = None
+        if self._reports_statistics:
+            self._request.statistics.conclude(self._session.policy.prediction)
+            statistics = self._request.statistics.snapshot()
+        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers, rounds, statistics)
 
     def _learn(self, record: RoundRecord) -> None:
         """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""
         self._session.policy.on_round(record)
-        if self._draft is not None and not record.is_speculating:
+        if self._draft is not None and not record.is_speculating and record.round_index % NETWORK_ROUNDS == 0:
             self._draft.measure_network()
 
     def _step(self, event: events.Event) -> RoundRecord | None:
@@ -283,7 +289,7 @@ class Generation:
             return
         if type(error) is SpecdecError:  # the text of an exception is for the log
             get_logger().error("the target failed", **self.names, error=str(error))
-            raise Lost("the target failed at this generation, and its log contains the cause", SpecdecError)
+            raise Lost("the target failed at this generation, and its log contains the cause", "failed", SpecdecError)
         raise NumericsError(f"{error}; {self._how_to_resume()}") if isinstance(error, NumericsError) else error
 
     def _on_refused(self, error: ReplicaUnavailable | CacheExhausted) -> None:
@@ -295,7 +301,7 @@ class Generation:
             raise error
         if other is None and not self._target_wait_s:
             raise type(error)(f"{error}; {self._how_to_resume()}", error.retry_after_s)
-        self._move(f"the target refused it: {error}")
+        self._move(Lost(f"the target refused it: {error}", "refused"))
 
     def _on_loss(self, lost: Lost, is_link_lost: bool) -> None:
         """The target is lost to this text. The third loss in a row ends it, since it may be the cause, and so does a
@@ -310,19 +316,18 @@ class Generation:
             return
         if not is_link_lost:
             self._avoided[self._target] = math.inf
-        self._move(str(lost))
+        self._move(lost)
 
-    def _move(self, reason: str) -> None:
+    def _move(self, lost: Lost) -> None:
         """Leaves the target and seeks another one."""
         session, old = self._session, self._target
-        if not self._move_reason:
-            self._move_reason = reason
+        self._lost = self._lost or lost
         incarnation = session.target_incarnation
         old.detach(session.number)
         if old.link.is_up:
             old.send(Close(session.number, incarnation))
         self._is_moving = True
-        self._step(events.TargetLost(reason))
+        self._step(events.TargetLost(str(lost), lost.cause))
         self._fleet.wait(self)
         self.on_target_up()
         if self in self._fleet.waiting and self._target_timer is None:
@@ -351,8 +356,10 @@ class Generation:
         if self._loss_count > 1:
             target.suspect = self
         model = target.usable()
-        self._request.on_moved(target, self._move_reason, time.monotonic())
-        self._target, self._move_reason = target, ""
+        self._request.on_moved(
+            target, str(self._lost), "" if self._lost is None else self._lost.cause, time.monotonic()
+        )
+        self._target, self._lost = target, None
         session.asks_heads = self._has_heads
         if model.numerics != self._model.numerics:
             self._emit(Moved(self._output.count, model))
@@ -364,7 +371,7 @@ class Generation:
     def _on_no_target(self) -> None:
         """No target was there for too long."""
         self._target_timer = None
-        reason = f"{self._move_reason}, and none was there for {self._target_wait_s:g} s"
+        reason = f"{self._lost}, and none was there for {self._target_wait_s:g} s"
         self._fail(ReplicaUnavailable(f"{reason}; {self._how_to_resume()}"))
 
     def _on_answered(self) -> None:
@@ -398,8 +405,10 @@ class Generation:
             return
         self.on_draft_up()
 
-    def on_draft_up(self) -> None:
-        """Changes to another draft, if this one is of no use and another is usable."""
+    def on_draft_up(self, found: Draft | None = None) -> None:
+        """Changes to another draft, if this one is of no use and another is usable; `found` was connected again."""
+        if found is not None:
+            self._left.discard(found)
         session, draft = self._session, self._draft
         if draft is None or session.finished or session.has_draft and draft.is_up:
             return
@@ -412,7 +421,8 @@ class Generation:
         draft.detach(session.number)
         self._draft = other
         if other is not draft:
-            self._request.on_draft_changed(other)
+            cause = "refused" if draft in self._left else "lost" if draft.description is None else "stopped"
+            self._request.on_draft_changed(other, cause)
         self._attach_draft(is_late=True)
 
     def _leave_fleet(self) -> None:

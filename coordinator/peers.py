@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 from specdec.config import TlsSettings
-from specdec.coordinator.deadlines import TICK_S, Deadlines
+from specdec.coordinator.deadlines import OVERDUE, TICK_S, Deadlines
 from specdec.coordinator.discovery import Member
 from specdec.coordinator.ejection import Health
 from specdec.errors import InvalidRequest, Mismatch, ReplicaUnavailable, SpecdecError
@@ -42,6 +42,7 @@ from specdec.v1 import types_pb2 as types_pb
 DESCRIBE_TIMEOUT_S = 5.0
 DESCRIBE_RETRY_S = 0.5
 NODES_PER_MESSAGE_MAX = 1 << 12  # twice what fits a message of several items, MESSAGE_BYTES_SOFT
+STATES = ("up", "ejected", "stopping", "unlisted", "down")  # only those that are up get new texts
 ModelKey: TypeAlias = tuple[Hashable, ...]  # of a target: weights and numerics; of a draft: weights
 GoodputKey: TypeAlias = tuple[ModelKey, Rule, int, bool, bool]
 
@@ -112,6 +113,15 @@ class Peer(ABC):
     def is_up(self) -> bool:
         """Whether the peer is usable for new generations."""
         return self.description is not None and not self.is_stopping and self.is_listed
+
+    @property
+    def state(self) -> str:
+        """One of STATES, for people."""
+        if self.description is None:
+            return "down"
+        if not self.is_up:
+            return "stopping" if self.is_stopping else "unlisted"
+        return "ejected" if self.health.is_ejected(time.monotonic()) else "up"
 
     @property
     def is_idle(self) -> bool:
@@ -335,7 +345,7 @@ class Target(Peer):
             for session, reason in self._deadlines.tick().items():
                 self._deadlines.forget(session)
                 if (listener := self._listeners.get(session)) is not None:
-                    self._tell(listener, TargetLost(reason))
+                    self._tell(listener, TargetLost(reason, OVERDUE))
                 get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
 
     def _event_of(self, item: Any) -> Event:

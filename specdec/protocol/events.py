@@ -15,9 +15,11 @@ class TargetFound(NamedTuple):
 
 
 class TargetLost(NamedTuple):
-    """The target is lost, for the reason given; the round in flight stays, for the next target."""
+    """The target is lost, for the reason given, in a sentence and in a word; the round in flight stays, for the next
+    target."""
 
     reason: str = "the target was lost"
+    cause: str = "lost"
 
 
 class FromTarget(NamedTuple):
