@@ -73,7 +73,7 @@ def running(
         told = {"model": str(draft_model), "target_tokenizer": str(target_model)}
         guess = begin("draft", DraftSettings, **told)[0] if draft_model is not None else None
         wait_all_ready(children)
-        addresses = {"target": reached("target", main), "draft": reached("draft", guess) if guess else None}
+        addresses = {"target": reached("target", main), "draft": reached("draft", guess) if guess else ()}
         own_values = {"tokenizer": str(target_model), **addresses}
         begun = [begin("coordinator", CoordinatorSettings, **own_values) for _ in range(coordinator_count)]
         wait_all_ready([child for child, _ in begun])

@@ -31,6 +31,7 @@ from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.policy_bursts import with_bursts
 from bench.simulation import FixedService, Simulation, Text, World, best_plan
 from specdec.config import CoordinatorSettings
+from specdec.coordinator.discovery import Member
 from specdec.coordinator.fleet import Fleet
 from specdec.launch.children import python_command
 from specdec.protocol.items import Nodes
@@ -44,8 +45,8 @@ OF_OFF, OF_BEST, OF_BEST_LATER = 0.98, 0.97, 0.9
 BURSTS_S, BACK_S, COUNTED_S = 1800.0, 60.0, 40.0
 OTHER_SEED = 1000
 SETTINGS = CoordinatorSettings(
-    target="localhost:1",
-    draft="localhost:2",
+    target=("localhost:1",),
+    draft=("localhost:2",),
     tokenizer="none",
     speculation_policy="auto",
     num_speculative_tokens_max=LENGTH_CAP,
@@ -63,17 +64,18 @@ class FleetService(FixedService):
     def __init__(self, world: World, plain: Sequence[int] = ()) -> None:
         super().__init__()
         self.fleet, self._plain, self._turn = Fleet(SETTINGS, "", lambda: None), plain, 0
-        assert self.fleet.draft is not None
-        self._draft = self.fleet.draft
+        for pool, step_s in ((self.fleet.targets, world.target_step_s), (self.fleet.drafts, world.draft_step_s)):
+            pool.update((Member("localhost:1"),))
+            step_times = tuple((count, step_s(count)) for count in (1, 2, 4, 8, 16))
+            pool.peers[0].found(replace(REPLICA, step_times=step_times))
+        (self._draft,) = self.fleet.drafts.peers
         self.on_draft(world.network_s)
-        for peer, step_s in ((self.fleet.target, world.target_step_s), (self._draft, world.draft_step_s)):
-            peer._on_found(replace(REPLICA, step_times=tuple((count, step_s(count)) for count in (1, 2, 4, 8, 16))))
 
     def policy(self, stream_index: int) -> Policy | FixedService:
         if stream_index in self._plain:
             return super().policy(stream_index)
         self._turn += 1
-        return self.fleet.choose(REQUEST, self._turn).policy
+        return self.fleet.choose(REQUEST, self._turn, REPLICA).policy
 
     def on_draft(self, network_s: float, node_count: int = 0, session_count: int = 0, step_s: float = 0.0) -> None:
         self._draft.link.stamps.network_s = network_s

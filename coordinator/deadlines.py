@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from specdec.protocol.items import Verification, VerificationResult
 
+OVERDUE = "overdue"  # the cause of such a loss, in a word
 TICK_S = 1.0
 QUIET_S = 60.0  # the first step of a shape may load or measure kernels for so long: see `engine.scheduling.heartbeat`
 FACTOR = 8.0  # as for a step: other coordinators' prompts, and long contexts, are not in the measured times

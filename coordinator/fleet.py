@@ -1,19 +1,27 @@
-"""The peers of a coordinator, and the one choice that each request gets: target, draft, rule, proposers and policy."""
+"""The pools of a coordinator, and the one choice that each request gets: target, draft, rule, proposers and policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias, cast
 
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.peers import Draft, Peer, Target
-from specdec.errors import InvalidRequest
+from specdec.coordinator.discovery import Discovery
+from specdec.coordinator.ejection import RetryBudget
+from specdec.coordinator.peers import Draft, Listener, ModelKey, Peer, Target
+from specdec.coordinator.pool import Pool
+from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.draft_time import DraftTimes
 from specdec.policy.fixed_policy import OFF_POLICY, FixedPolicy
 from specdec.policy.goodput import Goodput
 from specdec.policy.goodput_policy import GoodputPolicy
 from specdec.policy.plans import catalogue
+from specdec.protocol import routing
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.policy import Policy
@@ -21,49 +29,185 @@ from specdec.protocol.proposers import LocalProposer, NgramProposer, PredictionP
 from specdec.protocol.request import GenerationRequest, SpeculationMode
 from specdec.protocol.session import Session
 from specdec.protocol.suffix_store import SUFFIX_LENGTH_MIN, SUFFIX_TEXT_LENGTH_MAX, SuffixProposer, SuffixStore
-from specdec.protocol.types import Proposer, Rule
+from specdec.protocol.types import Description, Proposer, Rule
 
 REJECTION_EVERY = 64  # of the requests that leave the rule to the service, one in 64 measures REJECTION
+MODEL_EVERY = 8  # while a draft model is not measured yet
+HOPELESS = 0.5  # of the best rate: pairs so slow when last measured that exploration would cost too much
 RULE_GAIN = 1.03  # least ratio of REJECTION to COUPLED for a choice of REJECTION: COUPLED sends less, trusts no draft
+WAITING_RETRY_S = 0.25  # a target may have room again
 RULE_ROUNDS = 100.0  # of both rules, before they are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a request gets. `rule_reason`: in one line; `proposers`: those it may use, the draft and heads among them;
-    `draft`: none where the request does not use it."""
+    """What a request gets. `model`: as the target describes it; `rule_reason`: in one line; `proposers`: those it may
+    use, the draft and heads among them; `draft`: none where the request does not use it; `key`: of its prompt, for its
+    further targets."""
 
     target: Target
+    model: Description
     draft: Draft | None
     rule: Rule
     rule_reason: str
     policy: Policy
     proposers: frozenset[Proposer]
+    key: bytes = b""
+
+
+Pair: TypeAlias = tuple[Rule, Draft | None]
+
+
+def _named(pair: Pair) -> tuple[Rule, ModelKey]:
+    return pair[0], () if pair[1] is None else pair[1].model_key
+
+
+class Mover(Listener, Protocol):
+    """A text that goes on at another target, or draft, when its own is lost: a generation. `began_s`: by its age."""
+
+    began_s: float
+
+    def on_target_up(self, found: Target | None = None) -> None:
+        """It waits for a target, and one may be there; `found` was connected just then."""
+
+    def on_draft_up(self, found: Draft | None = None) -> None:
+        """It may want a draft; `found` was connected just now."""
 
 
 class Fleet:
-    """The target and the draft of a coordinator, under its settings. `store`: texts that were generated before;
-    `calibration`: the worth of guesses in all texts."""
+    """The targets and the drafts of a coordinator, under its settings. `store`: texts that were generated before;
+    `calibration`: the worth of guesses in all texts; `waiting`: texts without a target, the oldest first; `movers`: all
+    texts."""
 
     def __init__(self, settings: CoordinatorSettings, fingerprint: str, changed: Callable[[], None]) -> None:
         self._settings = settings
-        arguments = settings.link_tls, fingerprint, changed
-        self.target = Target(settings.target, *arguments)
-        self.draft = None if settings.draft is None else Draft(settings.draft, *arguments, settings.draft_link_mbit)
-        self.peers: list[Peer] = [self.target] if self.draft is None else [self.target, self.draft]
+        self._told = changed
+        arguments = settings.link_tls, fingerprint, self._on_changed
+        self.targets = Pool("target", lambda member, health: Target(member, *arguments, health))
+        self.drafts = Pool("draft", lambda member, health: Draft(member, *arguments, health, settings.draft_link_mbit))
         self.store = SuffixStore(settings.suffix_store_mb << 20)
         self.calibration = Calibration()
+        self.movers: dict[Mover, None] = {}
+        self.waiting: dict[Mover, None] = {}
+        self.routes = dict.fromkeys(("home", "spill", "random"), 0)
+        self._keys, self._retries = routing.Keys(), RetryBudget()
+        self._tried: dict[tuple[Rule, ModelKey], int] = {}  # turns of pairs
+        self._searches: list[asyncio.Task[None]] = []
+        self._retry: asyncio.TimerHandle | None = None
         self._own = frozenset(Proposer[name.upper()] for name in settings.proposers.split(",") if name)
         self._without_draft = DraftTimes(), Acceptance()
 
-    def choose(self, request: GenerationRequest, turn: int) -> Choice:
-        """Returns the choice for a request, the `turn`-th. Raises InvalidRequest for what the server does not have or
-        allow."""
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """All targets and drafts."""
+        return *self.targets.peers, *self.drafts.peers
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model that is served, or was last; empty before any target was connected."""
+        up = self.targets.up()
+        return next((peer.model_name for peer in up or self.targets.peers if peer.model_name), "")
+
+    def served(self) -> Description | None:
+        """Returns the model that a new text gets: of two models, each as often as it has targets; the description with
+        most positions. None without a usable target."""
+        up = [peer.usable() for peer in self.targets.up()]
+        if not up:
+            return None
+        digest = secrets.choice(up).model_digest
+        return max((own for own in up if own.model_digest == digest), key=lambda own: own.positions_max)
+
+    def start(self) -> None:
+        """Finds the replicas and connects them."""
+        settings = self._settings
+        for values, pool in ((settings.target, self.targets), (settings.draft, self.drafts)):
+            pool.start()
+            self._searches.append(asyncio.create_task(Discovery(values, pool.update).run()))
+
+    async def stop(self) -> None:
+        """Closes all links."""
+        for search in self._searches:
+            search.cancel()
+        await asyncio.gather(*self._searches, self.targets.stop(), self.drafts.stop(), return_exceptions=True)
+
+    def _on_changed(self, peer: Peer) -> None:
+        """A replica became usable, or no longer is: tells the texts that wait for one."""
+        is_up = self.targets.on_changed(peer) if isinstance(peer, Target) else self.drafts.on_changed(cast(Draft, peer))
+        self._told()
+        if is_up and isinstance(peer, Target):
+            self.place_waiting(peer)
+        elif is_up:
+            for mover in list(self.movers):
+                mover.on_draft_up(cast(Draft, peer))
+
+    def may_retry(self, refusal_count: int) -> bool:
+        """Whether a text that `refusal_count` targets refused may ask another one."""
+        return self._retries.retry(refusal_count, time.monotonic())
+
+    def wait(self, mover: Mover) -> None:
+        """A text waits for a target from now on: it tries again when one is connected, and every WAITING_RETRY_S."""
+        self.waiting[mover] = None
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(WAITING_RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self.place_waiting()
+        if self.waiting:
+            self._retry = asyncio.get_running_loop().call_later(WAITING_RETRY_S, self._try_again)
+
+    def place_waiting(self, found: Target | None = None) -> None:
+        """Lets the texts that wait for a target try again, the oldest first; `found` was connected just now."""
+        for mover in sorted(self.waiting, key=lambda one: one.began_s):
+            mover.on_target_up(found)
+
+    def choose(
+        self,
+        request: GenerationRequest,
+        turn: int,
+        model: Description,
+        tokens: Sequence[int] = (),
+        length_max: int = 0,
+    ) -> Choice:
+        """Returns the choice for a request, the `turn`-th, with these `tokens`, among the targets of `model` that hold
+        `length_max` tokens. Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable
+        without a target."""
         proposers = self._proposers(request)
         self._check_limits(request)
-        rule, reason = self._rule(request, turn)
-        policy = self._policy(request, rule, proposers)
-        return Choice(self.target, self._draft_of(proposers), rule, reason, policy, proposers)
+        key = self._keys.key(tokens, request.cache_salt, request.prompt_cache_key)
+        target = self.next_target(model, length_max, key, is_new=True)
+        if target is None:
+            raise ReplicaUnavailable(f"no target: {self.targets.absent_reason or 'none holds this text'}")
+        self._retries.opened(time.monotonic())
+        rule, draft, reason = self._pair(request, turn, target, proposers)
+        policy = self._policy(request, rule, proposers, target, draft)
+        return Choice(target, target.usable(), draft, rule, reason, policy, proposers, key)
+
+    def next_target(
+        self,
+        model: Description,
+        length_max: int,
+        key: bytes = b"",
+        avoided: Collection[Target] = (),
+        is_new: bool = False,
+    ) -> Target | None:
+        """Returns the target for a text of a model with this key. Unless the text is new: one of equal numerics if
+        there is any, else of others. None without one that is usable, holds the text and is not avoided."""
+        fitting = [one for one in self.targets.fit() if one not in avoided and _holds(one.usable(), model, length_max)]
+        equal = [one for one in fitting if is_new or one.usable().numerics == model.numerics]
+        candidates = equal or fitting
+        if not candidates:
+            return None
+        reports = [one.link.load for one in candidates if one.link.load is not None]
+        chosen = routing.choose(key, candidates, secrets.randbelow, routing.session_load(reports))
+        is_home = bool(key) and routing.order(key, (one.address for one in candidates))[0] == chosen.address
+        self.routes["home" if is_home else "spill" if key else "random"] += 1
+        return chosen
+
+    def next_draft(self, draft: Draft, rule: Rule, avoided: Collection[Draft] = ()) -> Draft | None:
+        """Returns a draft of the model of `draft`, near and idle; None without one that is usable and not avoided."""
+        same = [one for one in self.drafts.fit() if one.model_key == draft.model_key and one not in avoided]
+        return routing.choose_draft(same, lambda one: one.wait_s(rule), secrets.randbelow) if same else None
 
     def _proposers(self, request: GenerationRequest) -> frozenset[Proposer]:
         asked = frozenset(request.speculative.proposers)
@@ -89,48 +233,82 @@ class Fleet:
             if asked is not None and asked > limit:
                 raise InvalidRequest(f"speculative.{name}", asked, f"at most this server's maximum, {limit}")
 
-    def _draft_of(self, proposers: frozenset[Proposer]) -> Draft | None:
-        return self.draft if Proposer.DRAFT in proposers else None
+    def _models(self, proposers: frozenset[Proposer]) -> list[Draft | None]:
+        """Returns a draft of each model that is usable, in the order of the pool; None where there is no draft."""
+        if Proposer.DRAFT not in proposers:
+            return [None]
+        models = {one.model_key: one for one in reversed(self.drafts.up() or self.drafts.peers[:1])}
+        return [*reversed(models.values())] or [None]
 
-    def _rule(self, request: GenerationRequest, turn: int) -> tuple[Rule, str]:
-        """The rule, and its reason in one line. REJECTION is measured by requests under the service's own policy and
-        limits that leave the rule to it."""
+    def _pair(
+        self, request: GenerationRequest, turn: int, target: Target, proposers: frozenset[Proposer]
+    ) -> tuple[Rule, Draft | None, str]:
+        """Returns rule and draft, and the reason in one line: those with the most tokens per second measured, the first
+        unless others gain RULE_GAIN. One request in PAIR_EVERY that is under the service's own policy and limits
+        measures the pair that was chosen least lately."""
         named = request.rule()
-        if named is not None:
-            return named
-        own, most = request.speculative, self._settings.num_speculative_tokens_max
-        coupled, rejection = (self._measured(rule) for rule in (Rule.COUPLED, Rule.REJECTION))
-        is_hopeless = False  # so slow when last measured that exploration would cost too much
-        if coupled is not None and rejection is not None:
-            is_hopeless = rejection < 0.5 * coupled
-            compared = f"COUPLED {coupled:.0f}, REJECTION {rejection:.0f} tokens/s measured"
-            if rejection > RULE_GAIN * coupled:
-                return Rule.REJECTION, f"the server's choice: {compared}"
-        else:
-            compared = "REJECTION not measured yet" if coupled is not None else "nothing measured yet"
+        rules = (Rule.COUPLED, Rule.REJECTION) if named is None else (named[0],)
+        models = self._models(proposers)
+        pairs = [(rule, draft) for rule in rules for draft in models]
+        chosen, why = pairs[0], "" if named is None else named[1]
+        if len(pairs) > 1:
+            chosen, why = self._best_pair(request, turn, target, pairs)
+        rule, draft = chosen
+        if draft is not None:
+            draft = self.next_draft(draft, rule) or draft
+        return rule, draft, why if named is None or len(pairs) == 1 else f"{named[1]}; draft: {why}"
+
+    def _best_pair(self, request: GenerationRequest, turn: int, target: Target, pairs: list[Pair]) -> tuple[Pair, str]:
+        first, own, most = pairs[0], request.speculative, self._settings.num_speculative_tokens_max
+        rates = {pair: rate for pair in pairs if (rate := self._measured(pair[0], target, pair[1])) is not None}
+        best = max(rates, key=rates.__getitem__) if first in rates else first
+        has_models = len({draft for _, draft in pairs}) > 1
+
+        def said(pair: Pair) -> str:
+            return f"{pair[0].name} with {pair[1].model_name}" if has_models and pair[1] is not None else pair[0].name
+
+        compared = ", ".join(f"{said(pair)} {rate:.0f}" for pair, rate in rates.items()) + " tokens/s measured"
+        missing = [said(pair) for pair in pairs if pair not in rates]
+        if missing:
+            compared = "nothing measured yet" if not rates else f"{', '.join(missing)} not measured yet"
         measures = not own.proposers and own.num_speculative_tokens in (None, most)
         measures &= self._mode(request) is SpeculationMode.AUTO
-        is_turn = hash64(0, Lane.NEXT, turn, 0) % REJECTION_EVERY == 0  # whatever order kinds of requests come in
-        if measures and is_turn and not is_hopeless:
-            return Rule.REJECTION, f"the server's choice, to measure it: {compared}"
-        return Rule.COUPLED, f"the server's choice: {compared}"
+        is_new = has_models and any((first[0], draft) not in rates for _, draft in pairs)
+        every = MODEL_EVERY if is_new else REJECTION_EVERY
+        if measures and hash64(0, Lane.NEXT, turn, 0) % every == 0:  # whatever order kinds of requests come in
+            least = HOPELESS * rates.get(best, 0.0)
+            hopeful = [pair for pair in pairs if rates.get(pair, least) >= least]
+            latest = min(hopeful, key=lambda pair: self._tried.get(_named(pair), 0))
+            if latest != best:
+                self._tried[_named(latest)] = turn
+                return latest, f"the server's choice, to measure it: {compared}"
+        chosen = best if best in rates and rates[best] > RULE_GAIN * rates[first] else first
+        self._tried[_named(chosen)] = turn
+        return chosen, f"the server's choice: {compared}"
 
-    def _measured(self, rule: Rule) -> float | None:
+    def _measured(self, rule: Rule, target: Target, draft: Draft | None) -> float | None:
         """Tokens per second of the best plan under the server's own limit; None before RULE_ROUNDS rounds."""
-        draft = self._draft_of(self._own)
-        key = rule, self._settings.num_speculative_tokens_max, draft is not None, bool(self._own - {Proposer.DRAFT})
-        goodput = (draft or self.target).goodputs.get(key)
+        has_local = bool(self._own - {Proposer.DRAFT})
+        key = target.model_key, rule, self._settings.num_speculative_tokens_max, draft is not None, has_local
+        goodput = (draft or target).goodputs.get(key)
         return None if goodput is None or goodput.round_count < RULE_ROUNDS else goodput.best_rate()
 
-    def _policy(self, request: GenerationRequest, rule: Rule, proposers: frozenset[Proposer]) -> Policy:
-        settings, own, draft = self._settings, request.speculative, self._draft_of(proposers)
+    def _policy(
+        self,
+        request: GenerationRequest,
+        rule: Rule,
+        proposers: frozenset[Proposer],
+        target: Target,
+        draft: Draft | None,
+    ) -> Policy:
+        settings, own = self._settings, request.speculative
         asked, limit = own.num_speculative_tokens, settings.num_speculative_tokens_max
         has_local = bool(proposers - {Proposer.DRAFT})
         if not (draft or has_local) or 0 in (asked, limit):
             return OFF_POLICY
         if self._mode(request) is SpeculationMode.AUTO:
             cap = limit if asked is None else asked
-            return GoodputPolicy(self._goodput(rule, draft, cap, has_local), cap)
+            return GoodputPolicy(self._goodput(rule, target, draft, cap, has_local), cap)
         length = settings.num_speculative_tokens if asked is None else asked
         if own.draft_window is not None and own.draft_window < length and not own.draft_siblings:
             least = f"at least the draft tokens of a verification, {length}"
@@ -139,15 +317,15 @@ class Fleet:
         window = min(length + 1, settings.draft_window_max) if own.draft_window is None else own.draft_window
         window, acceptance = (0, None) if draft is None else (window, draft.acceptance[rule])
         tree = own.draft_nodes_per_step or 1, wait_ms / 1000, own.draft_siblings or 0
-        return FixedPolicy(length, window, *tree, self.target.steps[rule], acceptance)
+        return FixedPolicy(length, window, *tree, target.steps[rule], acceptance)
 
-    def _goodput(self, rule: Rule, draft: Draft | None, cap: int, has_local: bool) -> Goodput:
+    def _goodput(self, rule: Rule, target: Target, draft: Draft | None, cap: int, has_local: bool) -> Goodput:
         """Returns the measurements of plans that requests of one kind share."""
-        goodputs, key = (draft or self.target).goodputs, (rule, cap, draft is not None, has_local)
+        goodputs, key = (draft or target).goodputs, (target.model_key, rule, cap, draft is not None, has_local)
         if key not in goodputs:
             plans = catalogue(draft is not None, has_local, self._settings.draft_siblings_max, rule)
             measured = self._without_draft if draft is None else (draft.times[rule], draft.acceptance[rule])
-            goodputs[key] = Goodput(self.target.steps[rule], *measured, cap, plans)
+            goodputs[key] = Goodput(target.steps[rule], *measured, cap, plans)
         return goodputs[key]
 
     def local_proposers(
@@ -177,3 +355,9 @@ class Fleet:
     def _store_piece(self, call_soon: Callable[..., object]) -> None:
         if self.store.work():
             call_soon(self._store_piece, call_soon)
+
+
+def _holds(target: Description, model: Description, length_max: int) -> bool:
+    """Whether a target has the weights of `model`, and positions and cache for a text."""
+    cell_count = length_max if target.cache is None else target.cache.position_count
+    return target.model_digest == model.model_digest and length_max <= min(target.positions_max, cell_count)

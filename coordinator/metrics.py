@@ -6,14 +6,14 @@ docs/metrics.md explains each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import Metric
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.fleet import Fleet
-from specdec.coordinator.peers import Peer
+from specdec.coordinator.peers import STATES, Peer
 from specdec.coordinator.statistics import CoordinatorMetrics
 from specdec.protocol.report import SERIES, Series, Statistics
 from specdec.telemetry.metrics import Labels, common_metrics, counter, gauge, histogram
@@ -28,21 +28,21 @@ def page_metrics(
     is_serving: bool,
 ) -> Iterator[Metric]:
     """Yields all metrics of the page with their current values. May be called from any thread."""
-    served = fleet.target.description
-    facts = {"model": served.model_name if served else "", "policy": settings.speculation_policy}
+    model_name = fleet.model_name
+    facts = {"model": model_name, "policy": settings.speculation_policy}
     yield from common_metrics("coordinator", is_serving, facts)
     help = "Limit of concurrent generations; more are refused."
     yield gauge("specdec_num_requests_max", help, settings.max_num_seqs)
     outcomes = {(outcome,): count for outcome, count in dict(metrics.requests).items()}
     help = "Requests that ended, by finish reason, cancelled, or the reason of the error."
     yield counter("specdec_requests", help, outcomes, None, "outcome")
-    model_name = fleet.target.model_name
     labels = {"model_name": model_name, "engine": "0"}  # one engine, as vLLM counts them
     own = statistics_metrics(metrics.totals(), settings.num_speculative_tokens_max, labels)
     for metric in (*request_metrics(metrics, labels), *own):
         if model_name or not metric.name.startswith(VLLM):  # no series before the model is known
             yield metric
     yield from link_metrics(fleet.peers)
+    yield from pool_metrics(metrics, fleet)
 
 
 def request_metrics(metrics: CoordinatorMetrics, labels: Labels) -> Iterator[Metric]:
@@ -99,3 +99,24 @@ def link_metrics(peers: Sequence[Peer]) -> Iterator[Metric]:
     network = {key: value for key, value in measured.items() if value is not None}
     help = "Median network round-trip time of the last messages, without the time at the peer."
     yield gauge("specdec_link_network_seconds", help, network, None, *labels)
+
+
+def pool_metrics(metrics: CoordinatorMetrics, fleet: Fleet) -> Iterator[Metric]:
+    """Yields the metrics of the pools: replicas by state, and what texts did about lost ones."""
+    states = {(kind, state): 0.0 for kind in ("target", "draft") for state in STATES}
+    for peer in fleet.peers:
+        states[peer.name, peer.state] += 1
+    yield gauge("specdec_replicas", "Replicas of a pool, by their state.", states, None, "peer", "state")
+    help = "Texts that left a target for another one, or for the same one when it was back, by the cause."
+    yield counter("specdec_target_changes", help, _by(metrics.target_changes), None, "reason")
+    help = "Texts that left a draft for another one, by the cause."
+    yield counter("specdec_draft_changes", help, _by(metrics.draft_changes), None, "reason")
+    help = (
+        "Choices of a target: home, the first one by the key of the prompt; spill, another one as that had no room; "
+        "random, without a key."
+    )
+    yield counter("specdec_routes", help, _by(fleet.routes), None, "choice")
+
+
+def _by(counts: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+    return {(name,): float(count) for name, count in dict(counts).items()}

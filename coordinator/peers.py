@@ -1,35 +1,39 @@
-"""The peers of a coordinator: a target and a draft, each with its link, its description and what was measured of it.
+"""The peers of a coordinator: targets and drafts, each with its link, its description and what was measured of it.
 
 A peer is used once its description is compatible (protocol version, tokenizer); until then, and while the link is down,
 `description` is None and `absent_reason` holds the cause for users; addresses and other details are in the log. A peer
-that announces its stop gets no new generations; those it serves continue. Generations attach by session number and are
-told the events of their session. One whose verification stays unanswered for too long is told that its target is lost
-(`Deadlines`).
+that announces its stop, or is no longer a member of its pool, gets no new generations; those it serves continue.
+Generations attach by session number and are told the events of their session. One whose verification stays unanswered
+for too long is told that its target is lost (`Deadlines`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 from specdec.config import TlsSettings
-from specdec.coordinator.deadlines import TICK_S, Deadlines
+from specdec.coordinator.deadlines import OVERDUE, TICK_S, Deadlines
+from specdec.coordinator.discovery import Member
+from specdec.coordinator.ejection import Health
 from specdec.errors import InvalidRequest, Mismatch, ReplicaUnavailable, SpecdecError
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.draft_time import DraftTimes
 from specdec.policy.goodput import Goodput
 from specdec.policy.steps import StepTimes
-from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
+from specdec.protocol.events import DraftLost, DraftStops, Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import NO_TRACE, Nodes, Verification, VerificationResult, is_farewell
+from specdec.protocol.routing import SESSION_LOAD_GUESS
 from specdec.protocol.types import PROTOCOL_VERSION, Description, Rule
 from specdec.rpc.client import open_channel
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.limits import STREAM_RESPONSE_BYTES_MAX
-from specdec.rpc.link import CLOSED, Link
+from specdec.rpc.link import CLOSED, HEALTHY_S, Link
 from specdec.telemetry.logs import get_logger
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -38,6 +42,9 @@ from specdec.v1 import types_pb2 as types_pb
 DESCRIBE_TIMEOUT_S = 5.0
 DESCRIBE_RETRY_S = 0.5
 NODES_PER_MESSAGE_MAX = 1 << 12  # twice what fits a message of several items, MESSAGE_BYTES_SOFT
+STATES = ("up", "ejected", "stopping", "unlisted", "down")  # only those that are up get new texts
+ModelKey: TypeAlias = tuple[Hashable, ...]  # of a target: weights and numerics; of a draft: weights
+GoodputKey: TypeAlias = tuple[ModelKey, Rule, int, bool, bool]
 
 
 class Listener(Protocol):
@@ -60,8 +67,9 @@ def check_node_count(count: int) -> None:
 
 
 class Peer(ABC):
-    """One replica and its link, which connects by itself. `fingerprint`: of the tokenizer that it must have.
-    `goodputs`: of plans with it, by rule, cap and kinds of proposers."""
+    """One replica and its link, which connects by itself. `fingerprint`: of the tokenizer that it must have; `changed`
+    is called when it becomes usable, or no longer is. `goodputs`: of plans with its model, by target, rule, cap and
+    kinds of proposers."""
 
     name: ClassVar[str]
     service: ClassVar[str]
@@ -69,21 +77,30 @@ class Peer(ABC):
     request: ClassVar[type]
     response: ClassVar[type]
 
-    def __init__(self, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None]) -> None:
-        self.address = address
+    def __init__(
+        self, member: Member, tls: TlsSettings, fingerprint: str, changed: Callable[[Peer], None], health: Health
+    ) -> None:
+        self.address = address = member.address
+        self.health = health
         self.description: Description | None = None
         self.absent_reason = f"the {self.name} was not reached yet"
         self.is_stopping = False
+        self.is_listed = True  # a member of its pool
+        self.is_primed = False  # its measurements are those of its model
+        self._up_s = 0.0
         self.loss_count = 0  # connections that were lost
         self.model_name = ""  # of the last description
-        self.goodputs: dict[tuple[Rule, int, bool, bool], Goodput] = {}
+        self.model_key: ModelKey = ()
+        self.goodputs: dict[GoodputKey, Goodput]
+        self._measure_anew()
         self._fingerprint = fingerprint
         self._changed = changed
         self._listeners: dict[int, Listener] = {}
+        self._opened = (0, 0)  # number of the load's report, and of the sessions opened since
         self._tasks: tuple[asyncio.Task[None], ...] = ()  # of this connection
         self.link = Link(
             f"the {self.name} at {address}",
-            lambda: open_channel(address, tls, STREAM_RESPONSE_BYTES_MAX, is_patient=True),
+            lambda: open_channel(address, tls, STREAM_RESPONSE_BYTES_MAX, is_patient=True, tls_name=member.tls_name),
             f"/{self.service}/{self.stream_method}",
             self.request,
             self.response,
@@ -95,7 +112,40 @@ class Peer(ABC):
     @property
     def is_up(self) -> bool:
         """Whether the peer is usable for new generations."""
-        return self.description is not None and not self.is_stopping
+        return self.description is not None and not self.is_stopping and self.is_listed
+
+    @property
+    def state(self) -> str:
+        """One of STATES, for people."""
+        if self.description is None:
+            return "down"
+        if not self.is_up:
+            return "stopping" if self.is_stopping else "unlisted"
+        return "ejected" if self.health.is_ejected(time.monotonic()) else "up"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it serves no generation of this coordinator."""
+        return not self._listeners
+
+    @property
+    def load(self) -> float:
+        """The share of it that is taken, 1 if no further session fits: by its last report, with the sessions that this
+        coordinator opened since."""
+        report_count, opened_count = self._opened
+        since_count = opened_count if report_count == self.link.load_count else 0
+        return self.reported_load + since_count * self.session_load
+
+    @property
+    def reported_load(self) -> float:
+        """The share that is taken by its last report; 0 before the first."""
+        return 0.0 if self.link.load is None else self.link.load[1]
+
+    @property
+    def session_load(self) -> float:
+        """What a session adds to the load."""
+        session_count, load = self.link.load or (0, 0.0)
+        return load / session_count if session_count and load else SESSION_LOAD_GUESS
 
     @property
     def network_s(self) -> float | None:
@@ -104,17 +154,28 @@ class Peer(ABC):
 
     def usable(self) -> Description:
         """Returns the description. Raises ReplicaUnavailable with the reason if the peer is not usable."""
-        if self.description is None or self.is_stopping:
+        if self.description is None or not self.is_up:
             raise ReplicaUnavailable(f"no {self.name}: {self.absent_reason}")
         return self.description
 
     def attach(self, session: int, listener: Listener) -> None:
         """Tells the events of `session` to `listener` from now on."""
         self._listeners[session] = listener
+        report_count, opened_count = self._opened
+        now_count = self.link.load_count
+        self._opened = now_count, 1 + (opened_count if report_count == now_count else 0)
 
     def detach(self, session: int) -> None:
         """Drops the events of `session` from now on; idempotent."""
-        self._listeners.pop(session, None)
+        if self._listeners.pop(session, None) is not None and not self._listeners and not self.is_listed:
+            self._changed(self)
+
+    def set_listed(self, is_listed: bool) -> None:
+        """It is a member of its pool from now on, or no longer, and gets no new generations then."""
+        if is_listed != self.is_listed:
+            self.is_listed = is_listed
+            get_logger().info(f"{self.name} {'listed' if is_listed else 'no longer listed'}", peer=self.address)
+            self._changed(self)
 
     def send(self, item: Any) -> int:
         """Queues an item; returns its bytes, 0 while the link is down: attached sessions are told of that."""
@@ -125,13 +186,14 @@ class Peer(ABC):
         return len(data)
 
     def _on_up(self) -> None:
+        self._up_s = time.monotonic()
         self._tasks = (asyncio.create_task(self._describe()),)
 
     async def _describe(self) -> None:
         """Requests the description until the peer answers; a compatible peer is used from then on."""
         while self.description is None:
             try:
-                self.description = self._checked(await self._ask())
+                description = self._checked(await self._ask())
             except SpecdecError as error:
                 is_other = isinstance(error, Mismatch)
                 why = "has another tokenizer or protocol version" if is_other else "is not ready yet"
@@ -142,13 +204,29 @@ class Peer(ABC):
                 if is_other:  # another process at the address opens another link
                     return
                 await asyncio.sleep(DESCRIBE_RETRY_S)
-        self.model_name = self.description.model_name
-        self._on_found(self.description)
-        self._changed()
+            else:
+                self.found(description)
+
+    def found(self, description: Description) -> None:
+        """It answered, with a description that is compatible: it is used from now on."""
+        self.description, self.model_name, key = description, description.model_name, self._key_of(description)
+        if self.model_key and key != self.model_key:
+            self._measure_anew()
+        self.model_key = key
+        self._changed(self)
 
     @abstractmethod
-    def _on_found(self, description: Description) -> None:
-        """The peer is connected: what it measured at its start counts until more is measured."""
+    def _key_of(self, description: Description) -> ModelKey:
+        """Returns what replicas have in common that share their measurements."""
+
+    def _measure_anew(self) -> None:
+        """It serves another model: nothing is measured of it."""
+        self.goodputs = {}
+
+    @abstractmethod
+    def measure_with(self, other: Self | None) -> None:
+        """It is connected: measures together with `other`, a connected replica of the same model. Without one, what it
+        measured at its start counts until more is measured."""
 
     async def _ask(self) -> Description:
         method, request = f"/{self.service}/Describe", types_pb.DescribeRequest()
@@ -198,16 +276,18 @@ class Peer(ABC):
     def _on_stopping(self) -> None:
         """The peer accepts no more sessions; those it has continue until it ends the link."""
         self.is_stopping, self.absent_reason = True, f"the {self.name} stops and takes no more sessions"
-        self._changed()
+        self._changed(self)
         get_logger().warning(f"{self.name} stops", peer=self.address)
 
     def _on_down(self, reason: str) -> None:
         for task in self._tasks:
             task.cancel()
-        self.description, self.is_stopping = None, False
+        self.description, self.is_stopping, self.is_primed = None, False, False
         self.absent_reason = f"the connection to the {self.name} was lost"
         self.loss_count += reason != CLOSED
-        self._changed()
+        if reason != CLOSED and time.monotonic() - self._up_s < HEALTHY_S:
+            self.health.fault(time.monotonic())
+        self._changed(self)
 
 
 class Target(Peer):
@@ -216,14 +296,18 @@ class Target(Peer):
     name, service, stream_method = "target", "specdec.v1.TargetService", "Verify"
     request, response = target_pb.VerifyRequest, target_pb.VerifyResponse
 
-    def __init__(self, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None]) -> None:
-        super().__init__(address, tls, fingerprint, changed)
-        self.steps = {rule: StepTimes() for rule in Rule}
+    def __init__(
+        self, member: Member, tls: TlsSettings, fingerprint: str, changed: Callable[[Peer], None], health: Health
+    ) -> None:
+        super().__init__(member, tls, fingerprint, changed, health)
+        self.suspect: Listener | None = None  # a text that lost several targets, until it is answered here
         self._deadlines = Deadlines()
 
     def detach(self, session: int) -> None:
-        super().detach(session)
+        if self.suspect is not None and self.suspect is self._listeners.get(session):
+            self.suspect = None
         self._deadlines.forget(session)
+        super().detach(session)
 
     def send(self, item: Any) -> int:
         if isinstance(item, Verification) and self.link.is_up:
@@ -235,12 +319,24 @@ class Target(Peer):
         self._deadlines = Deadlines()
         self._tasks = (*self._tasks, asyncio.create_task(self._watch()))
 
-    def _on_found(self, description: Description) -> None:
-        if description.step_times:
-            row_count, step_s = description.step_times[-1]
+    def _measure_anew(self) -> None:
+        super()._measure_anew()
+        self.steps = {rule: StepTimes() for rule in Rule}
+
+    def _key_of(self, description: Description) -> ModelKey:
+        return description.model_digest, *description.numerics
+
+    def measure_with(self, other: Target | None) -> None:
+        assert self.description is not None
+        step_times, head_times = self.description.step_times, self.description.head_times
+        if step_times:
+            row_count, step_s = step_times[-1]
             self._deadlines.token_s = step_s / row_count
+        if other is not None:
+            self.steps, self.goodputs = other.steps, other.goodputs
+            return
         for steps in self.steps.values():
-            steps.prime(description.step_times, description.head_times)
+            steps.prime(step_times, head_times)
 
     async def _watch(self) -> None:
         """Tells the generations whose verifications are overdue that the target is lost to them."""
@@ -249,7 +345,7 @@ class Target(Peer):
             for session, reason in self._deadlines.tick().items():
                 self._deadlines.forget(session)
                 if (listener := self._listeners.get(session)) is not None:
-                    self._tell(listener, TargetLost(reason))
+                    self._tell(listener, TargetLost(reason, OVERDUE))
                 get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
 
     def _event_of(self, item: Any) -> Event:
@@ -269,19 +365,38 @@ class Draft(Peer):
     request, response = draft_pb.DraftRequest, draft_pb.DraftResponse
 
     def __init__(
-        self, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None], link_mbit: float | None
+        self,
+        member: Member,
+        tls: TlsSettings,
+        fingerprint: str,
+        changed: Callable[[Peer], None],
+        health: Health,
+        link_mbit: float | None = None,
     ) -> None:
-        super().__init__(address, tls, fingerprint, changed)
-        bytes_per_s = math.inf if link_mbit is None else link_mbit * 1e6 / 8
-        self.times = {rule: DraftTimes(bytes_per_s) for rule in Rule}
+        self._link_bytes_per_s = math.inf if link_mbit is None else link_mbit * 1e6 / 8
+        super().__init__(member, tls, fingerprint, changed, health)
+
+    def _measure_anew(self) -> None:
+        super()._measure_anew()
+        self.times = {rule: DraftTimes(self._link_bytes_per_s) for rule in Rule}
         self.acceptance = {rule: Acceptance() for rule in Rule}
 
-    def _on_found(self, description: Description) -> None:
+    def _key_of(self, description: Description) -> ModelKey:
+        return (description.model_digest,)
+
+    def measure_with(self, other: Draft | None) -> None:
+        assert self.description is not None
+        if other is not None:
+            self.times, self.acceptance, self.goodputs = other.times, other.acceptance, other.goodputs
+            return
         for times in self.times.values():
-            times.prime(description.step_times)
+            times.prime(self.description.step_times)
         for acceptance in self.acceptance.values():
             acceptance.forget()
-        self._tell_all(DraftFound())
+
+    def _on_stopping(self) -> None:
+        super()._on_stopping()
+        self._tell_all(DraftStops())
 
     def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
         check_node_count(sum(len(message.nodes.nodes) for message in messages))
@@ -302,6 +417,11 @@ class Draft(Peer):
                 self.times[rule].on_bytes(byte_count / evaluated_count)
             self.times[rule].on_step(nodes.step_rows, nodes.step_us / 1e6, nodes.active_sessions)
             self.measure_network()
+
+    def wait_s(self, rule: Rule) -> float:
+        """Returns the seconds to a draft token of one more session: the network round trip and a step."""
+        session_count = 0 if self.link.load is None else self.link.load[0]
+        return (self.network_s or 0.0) + self.times[rule].nodes_s(1 + session_count)
 
     def measure_network(self) -> None:
         """Records the network round trip of the last exchange; pings measure it while nothing is drafted."""

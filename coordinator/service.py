@@ -83,11 +83,11 @@ class Coordinator:
         self.recorder = Recorder(settings.record, record_bytes_max) if settings.record is not None else None
 
     def text_bytes_max(self) -> dict[str, float]:
-        """Returns the size of the longest text that is tokenised for the connected target, checked before parsing."""
-        target = self.fleet.target.description
-        if target is None:
+        """Returns the size of the longest text that is tokenised for the connected targets, checked before parsing."""
+        served = self.fleet.served()
+        if served is None:
             return {}
-        return dict.fromkeys(("GenerateRequest.text", "Prediction.text"), target.positions_max * BYTES_PER_TOKEN_MAX)
+        return dict.fromkeys(("GenerateRequest.text", "Prediction.text"), served.positions_max * BYTES_PER_TOKEN_MAX)
 
     async def generate(
         self, message: coordinator_pb.GenerateRequest, context: Context
@@ -97,12 +97,14 @@ class Coordinator:
         statistics = open_request(self.metrics, self._tracing, caller, follows_caller)
         bind(trace_id=statistics.context.trace_id.hex())
         try:
-            target = self.fleet.target.usable()
+            model = self.fleet.served()
+            if model is None:
+                raise ReplicaUnavailable(f"no target: {self.fleet.targets.absent_reason}")
             if self._slots.locked():
                 raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
             async with self._slots:
-                check_counts(message, target.positions_max)  # now, for what waits for a thread keeps its memory
-                generation, ending = await self._admit(message, target, statistics)
+                check_counts(message, model.positions_max)  # now, for what waits for a thread keeps its memory
+                generation, ending, model = await self._admit(message, model, statistics)
                 self._generations.add(generation)
                 deltas: list[Delta] = []
                 event: Event | None = None
@@ -113,7 +115,7 @@ class Coordinator:
                         if self.recorder is not None and isinstance(event, Delta):
                             deltas.append(event)
                         for part in event.parts() if isinstance(event, Delta) else (event,):
-                            yield event_to_message(part, target)
+                            yield event_to_message(part, model)
                 finally:
                     self._generations.discard(generation)
                     generation.close()
@@ -160,17 +162,17 @@ class Coordinator:
         return Prompted(request, prompt, output, resumed.ending, predicted)
 
     async def _admit(
-        self, message: coordinator_pb.GenerateRequest, target: Description, statistics: RequestStatistics
-    ) -> tuple[Generation, Ending | None]:
-        """Returns the generation, not yet begun, and its end if the resumed tokens reached it. Raises SpecdecError."""
-        request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, target)
+        self, message: coordinator_pb.GenerateRequest, model: Description, statistics: RequestStatistics
+    ) -> tuple[Generation, Ending | None, Description]:
+        """Returns the generation, not yet begun, its end if the resumed tokens reached it, and the model of its target,
+        whose numerics may be others than those of `model`. Raises SpecdecError."""
+        request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, model)
         number, fleet = next(self._numbers), self.fleet
-        choice = fleet.choose(request, number)
-        if choice.target.usable() != target:
-            raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
-        params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids)
         length_max = len(prompt) + output.max_tokens
         committed = [*prompt, *request.resumed_token_ids]
+        choice = fleet.choose(request, number, model, committed, length_max)
+        target = choice.model
+        params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids)
         has_trees, cap = self._settings.draft_siblings_max > 0, choice.policy.draft_length_cap
         session = Session(
             number,
@@ -190,21 +192,20 @@ class Coordinator:
         bind(session=session.number, **({"label": request.label} if request.label else {}))
         statistics.admitted(request, started, choice)
         get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
-        reports_rounds = request.speculative.report_rounds
-        return Generation(session, output, started, choice, fleet, statistics, reports_rounds), ending
+        reported = request.speculative.report_rounds, request.speculative.report_statistics
+        generation = Generation(
+            session, output, started, choice, fleet, statistics, *reported, self._settings.target_wait_s
+        )
+        return generation, ending, choice.model
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context
     ) -> coordinator_pb.CoordinatorDescribeResponse:
         """Returns the descriptions of the target and the draft, and the limits of speculation."""
-        target, draft = self.fleet.target, self.fleet.draft
-        is_up, reason = (False, "none was configured") if draft is None else (draft.is_up, draft.absent_reason)
-        return coordinator_description_to_message(
-            target.description,
-            draft.description if draft is not None and is_up else None,
-            "" if is_up else reason,
-            self._settings,
-        )
+        fleet = self.fleet
+        drafts = fleet.drafts.up()
+        reason = "" if drafts else fleet.drafts.absent_reason if self._settings.draft else "none was configured"
+        return coordinator_description_to_message(fleet.targets.groups(), fleet.drafts.groups(), reason, self._settings)
 
 
 async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) -> None:
@@ -225,7 +226,7 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
     page.open(settings.metrics_address)
     address = await server.start()
     set_startup_objects_aside()
-    links = [asyncio.create_task(peer.link.run()) for peer in fleet.peers]
+    fleet.start()
     following = asyncio.create_task(_follow_health(fleet, server, changed))
     announcing = asyncio.create_task(_announce(fleet, lambda: on_ready(address)))
     with ProcessWatch(asyncio.get_running_loop()):
@@ -235,9 +236,7 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
             following.cancel()
             announcing.cancel()
             await server.stop(settings.drain_grace_s, give_up=coordinator.give_up)
-            for link in links:
-                link.cancel()
-            await asyncio.gather(*links, following, announcing, return_exceptions=True)
+            await asyncio.gather(fleet.stop(), following, announcing, return_exceptions=True)
             page.close()
             recorder = coordinator.recorder
             last = (tracing.close,) if recorder is None else (tracing.close, recorder.close)
@@ -249,15 +248,15 @@ async def _follow_health(fleet: Fleet, server: Server, changed: asyncio.Event) -
     while True:
         await changed.wait()
         changed.clear()
-        await server.set_serving(fleet.target.is_up)
+        await server.set_serving(bool(fleet.targets.up()))
 
 
 async def _announce(fleet: Fleet, on_ready: Callable[[], None]) -> None:
     """Calls `on_ready` once a target is connected, and a draft too if it connects within DRAFT_GRACE_S."""
-    while not fleet.target.is_up:
+    while not fleet.targets.up():
         await asyncio.sleep(READY_POLL_S)
     for _ in range(round(DRAFT_GRACE_S / READY_POLL_S)):
-        if fleet.draft is None or fleet.draft.is_up:
+        if not fleet.drafts.peers or fleet.drafts.up():
             break
         await asyncio.sleep(READY_POLL_S)
     on_ready()

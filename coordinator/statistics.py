@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 
+from specdec.coordinator.deadlines import OVERDUE
 from specdec.coordinator.fleet import Choice
+from specdec.coordinator.peers import Draft, Target
 from specdec.errors import SpecdecError
 from specdec.protocol.events import Event, FromDraft, Ready, WaitExpired
 from specdec.protocol.items import DraftItem, Failure, Nodes, Open, TargetItem, Trace, within
@@ -47,6 +49,8 @@ class CoordinatorMetrics:
         self.queue_time = Histogram(REQUEST_BOUNDS_S)
         self.prompt_length = Histogram(LENGTH_BOUNDS)
         self.output_length = Histogram(LENGTH_BOUNDS)
+        self.target_changes = dict.fromkeys(("lost", OVERDUE, "malformed", "failed", "refused"), 0)
+        self.draft_changes = dict.fromkeys(("lost", "stopped", "refused"), 0)
         self._ended = Statistics()
         self._running: set[RequestStatistics] = set()
         self._lock = threading.Lock()  # no reader may see a generation in neither place, or in both
@@ -120,6 +124,16 @@ class RequestStatistics:
             else:
                 self._observe(self._metrics.queue_time, record.step.queue_s)
                 self._observe(self._metrics.time_to_first_token, record.times.round_s)
+
+    def on_moved(self, target: Target, reason: str, cause: str, now_s: float) -> None:
+        """The text goes on at another target, or at the same one again, since it left the last one for a reason."""
+        self.statistics.num_target_changes += 1
+        self._metrics.target_changes[cause] += 1
+
+    def on_draft_changed(self, draft: Draft, cause: str) -> None:
+        """The text goes on with another draft."""
+        self.statistics.num_draft_changes += 1
+        self._metrics.draft_changes[cause] += 1
 
     def finished(self, finished: Finished) -> None:
         """The text ended."""

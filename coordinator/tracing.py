@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.coordinator.fleet import Choice
+from specdec.coordinator.peers import Draft, Target
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.trace_rounds import (
     SLOW_ROUND_COUNT_MAX,
@@ -52,6 +53,7 @@ from specdec.telemetry.tracing import Tracing
 
 DRAFT_SERVICE = "specdec-draft"  # the name of a draft whose own is unknown
 DRAFT_LOST, DRAFT_CONNECTED, POLICY_SWITCHED = "draft lost", "draft connected", "policy switched"  # events
+MOVED, DRAFT_CHANGED = "moved", "draft changed"  # to another target, or draft
 # Codes that are this side's failure, not a refusal, as OpenTelemetry defines for servers.
 FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
@@ -142,6 +144,25 @@ class RequestTrace(RequestStatistics):
                 self._sent_s = now_s
             else:
                 self._note(Note("sent again"), now_s)
+
+    def on_moved(self, target: Target, reason: str, cause: str, now_s: float) -> None:
+        """Ends the group at the last round of the old target: spans name the target that answered."""
+        super().on_moved(target, reason, cause, now_s)
+        group = self._group
+        if self._choice is not None:
+            self._choice = replace(self._choice, target=target)
+        if group is not None and group.records:
+            began_s = group.records[-1].times.end_s
+            self._end_group(group, began_s)
+            self._begin_group(began_s)
+        self._names = self._names._replace(target=target.usable().trace_service)
+        self._note(Note(MOVED, {"reason": reason, "peer": target.address}), now_s)
+
+    def on_draft_changed(self, draft: Draft, cause: str) -> None:
+        super().on_draft_changed(draft, cause)
+        if self._choice is not None:
+            self._choice = replace(self._choice, draft=draft)
+        self._note(Note(DRAFT_CHANGED, {"reason": cause, "peer": draft.address}), time.monotonic())
 
     def _begin_group(self, start_s: float) -> None:
         earlier = () if self._group is None else self._group.messages
@@ -254,6 +275,8 @@ class RequestTrace(RequestStatistics):
             draft_lost=self._note_counts[DRAFT_LOST],
             draft_unavailable_ms=round(1000 * self._draft_unavailable_s, 3),
             policy_switches=self._note_counts[POLICY_SWITCHED],
+            moves=self._note_counts[MOVED],
+            draft_changes=self._note_counts[DRAFT_CHANGED],
             resumed=bool(self._attributes.get("specdec.resumed_tokens")),
         )
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.token_path import TokenPath
+from specdec.draft_service.pace import Pace
 from specdec.draft_service.session import DraftSession
 from specdec.engine.retokenizer import Reading, Retokenizer
 from specdec.engine.scheduling.feed import Feed, StepTiming
@@ -48,7 +49,8 @@ class Drafter:
     A session takes blocks as it uses their cells. If newly committed tokens find no cells, sessions without a commit
     for ABANDONED_S give theirs, the idlest first; if there are none, it gives all its blocks to others, and waits
     without drafts until a commit finds enough for all its tokens. If no block is free, or any session waits, a tree
-    grows within the blocks that its session has.
+    grows within the blocks that its session has. Above its capacity new sessions are refused: while one waits, where
+    the prompt does not fit, or while the steps are late for the rounds (`Pace`).
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Drafter:
         self._engine = engine
         self._tracing = tracing or Tracing()
         self._calibration = Calibration()
+        self._pace = Pace()
         self._waiting: set[DraftSession] = set()  # sessions that found too few free blocks
         self._growing: dict[DraftSession, None] = {}  # sessions that may have nodes to evaluate, in order of arrival
         self._sessions: dict[DraftSession, None] = {}
@@ -78,6 +81,24 @@ class Drafter:
     def counters(self) -> dict[str, int]:
         """Returns no counters: a draft has none of its own."""
         return {}
+
+    def usage(self) -> float:
+        """Returns the larger share taken, of the cache blocks or of the time."""
+        return max(self._engine.cache.usage, self._pace.share(time.monotonic()))
+
+    def admit(self, item: Open, now_s: float) -> None:
+        """Raises CacheExhausted above the draft's capacity: blocks for the prompt, time for the rounds."""
+        since_s = now_s - ABANDONED_S
+        if waiting_count := sum(one.active_s > since_s for one in self._waiting):
+            raise CacheExhausted(f"{waiting_count} sessions of the draft wait for cache blocks")
+        if self._pace.share(now_s) >= 1:
+            raise CacheExhausted("the draft's steps are late for the rounds of the sessions it has")
+        cache = self._engine.cache
+        needed_count = cache.blocks_for(item.params.prompt_length)
+        left_count = sum(len(one.table.block_ids) for one in self._sessions if one.active_s <= since_s)
+        if needed_count > cache.free_block_count + left_count:
+            free = f"{cache.free_block_count} are free"
+            raise CacheExhausted(f"the prompt needs {needed_count} cache blocks of the draft, {free}")
 
     def check(self, item: Open) -> None:
         """Raises CacheExhausted for a prompt beyond the draft's positions or a session beyond its whole cache,
@@ -134,6 +155,9 @@ class Drafter:
         missing = session.hold(item.suffix_start, item.suffix_token_ids)
         if missing is not None:
             return missing
+        if session.window and arrived_s > session.committed_s:
+            self._pace.on_commit(arrived_s - session.committed_s, arrived_s)
+        session.committed_s = arrived_s
         if growth.root is not None:
             session.follow(session.tokens[known_length:])
         if growth.root is None:
@@ -292,10 +316,13 @@ class Drafter:
 
     def _on_step(self, report: StepReport[list[Proposal]]) -> None:
         """Sends one item per session with nodes that are due after a step."""
+        now_s = time.perf_counter()
+        if report.row_count <= STEP_NODES_MAX:  # a longer one reads a prompt, which passes
+            self._pace.on_step(now_s - self._step_began_s)
         for session in self._unsent:
             session.held_step_count += 1
         due = [own for own in self._unsent if own.held_step_count > self._held_steps_max(own)]
-        self._send(due, report.row_count, time.perf_counter())
+        self._send(due, report.row_count, now_s)
 
     def _held_steps_max(self, session: DraftSession) -> int:
         """Returns the number of further steps that a session's nodes wait for. Under REJECTION none: when the steps end

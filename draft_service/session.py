@@ -24,16 +24,17 @@ class DraftSession(ReplicaSession):
     """A session and its tree. `nodes`: the evaluated ones by their cells. `secret` keys the draft's own draws, which no
     other noise shares.
 
-    `reading`: of a draft with another tokenizer. `wait_length`: of the proposal path that a verification waits for.
-    `grown`: nodes to send; `held_step_count`: steps that ended since the first of them. `traced_step_count`: the number
-    of next steps recorded in detail, below the span of `group`. `worked_s`: of steps since the item before. `counts`:
-    of its tokens, for penalties.
+    `committed_s`: when its last commit arrived. `reading`: of a draft with another tokenizer. `wait_length`: of the
+    proposal path that a verification waits for. `grown`: nodes to send; `held_step_count`: steps that ended since the
+    first of them. `traced_step_count`: the number of next steps recorded in detail, below the span of `group`.
+    `worked_s`: of steps since the item before. `counts`: of its tokens, for penalties.
     """
 
     cache: KVCache
     growth: GrowingTree
     reading: Reading | None = None
     secret: int = field(default_factory=lambda: secrets.randbits(64))
+    committed_s: float = 0.0
     window: int = 0
     nodes_per_step: int = 1
     siblings: int = 0

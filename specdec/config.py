@@ -28,13 +28,17 @@ from specdec.settings import (
     SPECULATION,
     Address,
     HttpSettings,
+    LinkSettings,
     ListenAddress,
     LogLevel,
+    PeerName,
     ProposerNames,
     ServiceSettings,
     Settings,
     TlsSettings,
+    is_literal,
     is_loopback,
+    read_addresses,
     setting,
     split_address,
 )
@@ -49,6 +53,9 @@ __all__ = [  # names of the settings module for other packages
     "ServiceSettings",
     "Settings",
     "TlsSettings",
+    "is_literal",
+    "is_loopback",
+    "read_addresses",
     "split_address",
 ]
 
@@ -131,6 +138,22 @@ class ModelSettings(ServiceSettings, EngineSettings):
         ..., MODEL, "Folder or hub id of a causal language model (safetensors, tokenizer.json).", min_length=1
     )
     served_model_name: str | None = setting(None, MODEL, "Name of the served model; absent: the value of --model.")
+    allow_peer: tuple[PeerName, ...] = setting(
+        (),
+        SECURITY,
+        "Name of a coordinator that is answered, a DNS name or the common name of its certificate; may be repeated. "
+        "Absent: every one of the authority.",
+        metavar="NAME",
+    )
+
+    @model_validator(mode="after")
+    def _check_allow_peer(self) -> ModelSettings:
+        if self.allow_peer and not self.has_tls:
+            raise ValueError(
+                f"--allow-peer {self.allow_peer[0]} is checked against the certificates of clients: give "
+                "--ssl-certfile, --ssl-keyfile and --ssl-ca-certs too"
+            )
+        return self
 
 
 class SplitSettings(Settings):
@@ -286,34 +309,13 @@ class RecordSettings(Settings):
         return self
 
 
-class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings, RecordSettings):
+class CoordinatorSettings(ServiceSettings, LinkSettings, SpeculationSettings, CallerSettings, RecordSettings):
     """The coordinator: accepts requests, holds the committed tokens, applies the verification rule."""
 
-    target: Address = setting(..., CONNECTION, "HOST:PORT of the target service.")
-    draft: Address | None = setting(
-        None, CONNECTION, "HOST:PORT of the draft service; absent: only the other proposers."
-    )
     tokenizer: str = setting(..., MODEL, "Folder or hub id of the target model, for its tokenizer.json.", min_length=1)
     max_num_seqs: int = setting(
         64, LIMITS, "Maximum number of generations at a time; more are refused at once.", ge=1, le=65536
     )
-    insecure_links: bool = setting(
-        False, SECURITY, "Connect to target and draft without TLS even if this service uses TLS."
-    )
-
-    @model_validator(mode="after")
-    def _check_links(self) -> CoordinatorSettings:
-        for flag, address in (("--target", self.target), ("--draft", self.draft)):
-            if address is not None and not self.insecure_links:
-                self.check_reach(split_address(address)[0], flag)
-        return self
-
-    @property
-    def link_tls(self) -> TlsSettings:
-        """The TLS settings of the connections to target and draft."""
-        if self.insecure_links or not self.has_tls:
-            return TlsSettings(insecure=True)
-        return TlsSettings(ssl_certfile=self.ssl_certfile, ssl_keyfile=self.ssl_keyfile, ssl_ca_certs=self.ssl_ca_certs)
 
 
 class ServeSettings(
@@ -366,7 +368,7 @@ class ServeSettings(
     def coordinator_settings(self, target: str, draft: str | None) -> CoordinatorSettings:
         """Returns the coordinator's settings, connected to target and draft, if there is one, on loopback."""
         own = {name: getattr(self, name) for name in CoordinatorSettings.model_fields if hasattr(self, name)}
-        own.update(target=target, draft=draft, tokenizer=self.model, insecure_links=True)
+        own.update(target=(target,), draft=() if draft is None else (draft,), tokenizer=self.model, insecure_links=True)
         return CoordinatorSettings(**own)
 
     def _metrics_address(self, place: int) -> str | None:

@@ -110,6 +110,12 @@ class ReplicaUnavailable(SpecdecError):
         self.retry_after_s = retry_after_s
 
 
+class PeerRefused(SpecdecError):
+    """A peer whose certificate has none of the allowed names."""
+
+    reason = "PEER_REFUSED"
+
+
 class DeliveryStalled(SpecdecError):
     """The client read nothing, or a coordinator's link sent nothing, for longer than allowed."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
 # Groups of settings, in the order help shows them.
@@ -28,6 +28,8 @@ GROUPS = PROMPT, CONNECTION, MODEL, RANKS, SAMPLING, SPECULATION, LIMITS, OUTPUT
 )
 
 ENVIRONMENT_PREFIX = "SPECDEC_"  # of the variables of settings
+ADDRESSES_FILE_BYTES_MAX = 1 << 16  # a thousand addresses
+VALUE_COUNT_MAX = 64  # of --target and of --draft; each may be a name or a file of many
 KERNELS_VARIABLE = "SPECDEC_KERNELS"  # no setting: the engine reads it, in every process of a command
 
 
@@ -71,6 +73,65 @@ def check_address(address: str) -> str:
     return address
 
 
+def is_literal(host: str) -> bool:
+    """Whether `host` is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def split_values(given: Any) -> Any:
+    """Returns the parts of one text or of several, which are separated by commas or white space."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        return given
+    return [part for text in texts for part in text.replace(",", " ").split()]
+
+
+def check_replica(address: str) -> str:
+    """Returns HOST:PORT of a replica, an IP address or a name. ValueError for any other text."""
+    host, _ = split_address(address)
+    if not (is_literal(host) or set(host).isdisjoint(":/[]@ ")):
+        raise ValueError("it must be HOST:PORT, such as 127.0.0.1:50052")
+    return address
+
+
+def check_replicas(value: str) -> str:
+    """Returns HOST:PORT or @FILE. ValueError for any other text, and for a file that `read_addresses` refuses."""
+    if value.startswith("@"):
+        read_addresses(Path(value[1:]))
+        return value
+    try:
+        return check_replica(value)
+    except ValueError:
+        raise ValueError("it must be HOST:PORT, such as 127.0.0.1:50052, or @FILE") from None
+
+
+def read_addresses(file: Path) -> tuple[str, ...]:
+    """Returns the addresses in a file, one HOST:PORT a line; empty lines, and what follows #, are left out. ValueError
+    for any other content, and for a file that cannot be read or is too large."""
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(ADDRESSES_FILE_BYTES_MAX + 1)
+        text = data.decode()
+    except OSError as error:
+        raise ValueError(f"the file cannot be read: {error.strerror}") from None
+    except ValueError:  # a null byte in its name, or a content that is not UTF-8
+        raise ValueError("the file cannot be read as text") from None
+    if len(data) > ADDRESSES_FILE_BYTES_MAX:
+        raise ValueError(f"the file has more than {ADDRESSES_FILE_BYTES_MAX} bytes")
+    addresses = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if address := line.partition("#")[0].strip():
+            try:
+                addresses.append(check_replica(address))
+            except ValueError:
+                raise ValueError(f"line {number} of the file is {address!r:.80}; it must be HOST:PORT") from None
+    return tuple(addresses)
+
+
 def listening_host(host: str) -> str:
     """Returns the host; for `::`, all addresses of a machine, `0.0.0.0` on one without IPv6."""
     if host.strip("[]") == "::":
@@ -101,12 +162,15 @@ def check_proposers(names: str) -> str:
     return names
 
 
+PEER_NAME_LENGTH_MAX = 253  # of a DNS name
 PROPOSERS = ("draft", "ngram", "suffix", "prediction", "heads")
 ProposerNames = Annotated[str, AfterValidator(check_proposers)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Address = Annotated[str, AfterValidator(check_address)]
+Replicas = Annotated[tuple[Annotated[str, AfterValidator(check_replicas)], ...], BeforeValidator(split_values)]
 ListenHost = Annotated[str, AfterValidator(listening_host)]
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]  # port 0 selects a free port
+PeerName = Annotated[str, Field(min_length=1, max_length=PEER_NAME_LENGTH_MAX)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -190,6 +254,46 @@ class ServiceSettings(TlsSettings):
     def _check_host(self) -> ServiceSettings:
         self.check_reach(self.host, "--host")
         return self
+
+
+class LinkSettings(TlsSettings):
+    """The targets and drafts of a coordinator, and its connections to them."""
+
+    target: Replicas = setting(
+        ...,
+        CONNECTION,
+        "HOST:PORT of targets, of which a name stands for all its addresses, or @FILE with an address a line. May be "
+        "repeated, or given as a list with commas or spaces.",
+        metavar="HOST:PORT|@FILE",
+    )
+    draft: Replicas = setting(
+        (),
+        CONNECTION,
+        "The same of drafts; absent: only the other proposers.",
+        metavar="HOST:PORT|@FILE",
+    )
+    target_wait_s: float = setting(
+        30.0, LIMITS, "Seconds for which texts wait while there is no target; 0: they end at once.", ge=0, le=3600
+    )
+    insecure_links: bool = setting(
+        False, SECURITY, "Connect to targets and drafts without TLS even if this service uses TLS."
+    )
+
+    @model_validator(mode="after")
+    def _check_links(self) -> LinkSettings:
+        for flag, values, count_min in (("--target", self.target, 1), ("--draft", self.draft, 0)):
+            if not count_min <= len(values) <= VALUE_COUNT_MAX:
+                raise ValueError(f"{flag} has {len(values)} values; it must have {count_min} to {VALUE_COUNT_MAX}")
+            for value in values if not self.insecure_links else ():  # what a file will hold is not known
+                self.check_reach(value if value.startswith("@") else split_address(value)[0], flag)
+        return self
+
+    @property
+    def link_tls(self) -> TlsSettings:
+        """The TLS settings of the connections to targets and drafts."""
+        if self.insecure_links or not self.has_tls:
+            return TlsSettings(insecure=True)
+        return TlsSettings(ssl_certfile=self.ssl_certfile, ssl_keyfile=self.ssl_keyfile, ssl_ca_certs=self.ssl_ca_certs)
 
 
 def check_http_reach(host: str, api_keys_file: Path | None, insecure: bool) -> None:

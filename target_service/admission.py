@@ -2,22 +2,29 @@
 
 A session takes blocks as it grows. When none are free the session that was left alone for longest is preempted, or the
 youngest: an older one gets its blocks, and it is reopened later from the tokens that the replica holds, invisibly to
-the other services. A session without enough blocks waits with those it holds. Committed prefixes are cached: a session
-with the same prefix, or a reopened one, starts with the blocks still in the cache. Runs on the engine thread; the
-scheduling of steps is elsewhere.
+the other services. A session without enough blocks waits with those it holds. A text that comes from elsewhere, opened
+with an age, is as old as it says and waits from the start, without blocks, where a new session is refused. Committed
+prefixes are cached: a session with the same prefix, or a reopened one, starts with the blocks still in the cache. Runs
+on the engine thread; the scheduling of steps is elsewhere.
 
 Rules, from which it follows that every session ends, whatever the others do:
 1. Only younger sessions are preempted for a session, and those without work for ABANDONED_S, also for a new one. So the
-   oldest at work continues, and each session becomes the oldest: waiting sessions continue in order of age, and while
-   any waits no new session is admitted.
+   oldest at work continues, and each session becomes the oldest (4): waiting sessions continue in order of age, and
+   while any waits no new session is admitted.
 2. An admitted or reopened session has blocks for a run: enough positions further to be worth feeding it. It is not
    preempted before it has used them up or was idle for TURNAROUND_S. An older session that needs blocks meanwhile
    waits.
 3. A session that needs more than the whole cache is refused at its opening, so one alone always has enough blocks.
+4. The order of age is that of births: the arrival less the age, fixed at the opening, by this replica's clock. Any
+   number of sessions may come from elsewhere before a session in this order, but only of texts that began before its
+   own. These are finitely many, and each ends here or leaves, so what is ahead of a session only shrinks in the end.
+   That a text comes again after it was lost, and is preempted meanwhile, changes no birth. An age that is too small by
+   the time on the way makes a text younger by as much: the order is another, and stays one.
 """
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Callable
 
@@ -42,7 +49,7 @@ def guaranteed_length(session: TargetSession) -> int:
 
 
 class Admission:
-    """The sessions that share the cache, oldest first, and their blocks. It feeds nothing itself.
+    """The sessions that share the cache, by birth, the oldest first, and their blocks. It feeds nothing itself.
 
     `displaced` is called with every session that begins to wait for blocks with a request pending. `counters`: prefix
     hits, preemptions, reopenings and refusals since the replica started, in tokens and sessions.
@@ -54,19 +61,20 @@ class Admission:
         self._cache = cache
         self._shares_prefixes = shares_prefixes
         self._displaced = displaced
-        self._sessions: dict[TargetSession, None] = {}
+        self._sessions: list[TargetSession] = []
         self._tried: tuple[TargetSession, int] | None = None  # the last that failed to start, and the free blocks then
 
     def open(self, item: Open, reply: Reply) -> TargetSession:
-        """Returns a new session without blocks, now the youngest; its first verification allocates them."""
+        """Returns a new session without blocks, the youngest but for its age; its first verification allocates them."""
         capacity = min(item.length_max + DRAFT_LENGTH_LIMIT, self._cache.position_count)  # with the branches of a tree
         session = TargetSession(item, self._cache.open(capacity, item.cache_salt), reply)
-        self._sessions[session] = None
+        session.born_s = time.perf_counter() - item.age_ms / 1000
+        bisect.insort(self._sessions, session, key=lambda one: one.born_s)  # of equal ones the last
         return session
 
     def leave(self, session: TargetSession) -> None:
         """Ends a session: caches its prefix and releases its blocks."""
-        del self._sessions[session]
+        self._sessions.remove(session)
         self.waiting.discard(session)
         if session.table.block_ids:
             self.cache_prefix(session)
@@ -74,10 +82,10 @@ class Admission:
 
     def give(self, session: TargetSession) -> bool:
         """Allocates the blocks for a session's request; False if it has to wait for them. Raises CacheExhausted for a
-        new session that does not fit beside the others."""
-        if not session.is_admitted:
+        new session, one without an age, that does not fit beside the others."""
+        if not session.is_admitted and not session.opened.age_ms:
             self._admit(session)
-        elif not (session.table.block_ids and self._has_capacity(session)):
+        elif not ((session.table.block_ids or not self.waiting) and self._has_capacity(session)):
             self._wait(session)
             return False
         self.waiting.discard(session)
@@ -110,14 +118,13 @@ class Admission:
             raise CacheExhausted(
                 f"{session.wanted_length} tokens and space to go on do not fit: {free_count} blocks free{waiting}"
             )
-        session.is_admitted, session.cached_count = True, session.table.length
 
     def _has_capacity(self, session: TargetSession) -> bool:
         """Whether a session's request has all its blocks now; preempts the sessions left alone, then the youngest, if
         that is enough."""
         while not (self._fits(session) if session.table.block_ids else self._reopen(session)):
-            sessions = list(self._sessions)
-            younger = [other for other in sessions[sessions.index(session) + 1 :] if other.table.block_ids]
+            younger = self._sessions[self._sessions.index(session) + 1 :]
+            younger = [other for other in younger if other.table.block_ids]
             left = [other for other in self._left() if other is not session]
             preemptable = [other for other in younger if not self._is_running(other) and other not in left] + left
             if not preemptable or not self._would_fit(session, preemptable):
@@ -134,16 +141,19 @@ class Admission:
         return needed_count <= cache.free_block_count + freed_count
 
     def _reopen(self, session: TargetSession) -> bool:
-        """Allocates blocks for a preempted session. Retries only once more blocks are free than at its last try."""
+        """Allocates blocks for a session without any: a preempted one, or one from elsewhere. Retries only once more
+        blocks are free than at its last try."""
         free_count = self._cache.free_block_count
         if self._tried is not None and self._tried[0] is session and free_count <= self._tried[1]:
             return False
+        was_admitted = session.is_admitted
         if not self._start(session):
             self._tried = session, free_count
             return False
-        self.counters["reopenings"] += 1
-        length, cached = session.wanted_length, session.table.length
-        get_logger().info("session opened again", **log_names(session.opened), length=length, cached=cached)
+        if was_admitted:
+            self.counters["reopenings"] += 1
+            length, cached = session.wanted_length, session.table.length
+            get_logger().info("session opened again", **log_names(session.opened), length=length, cached=cached)
         return True
 
     def _start(self, session: TargetSession) -> bool:
@@ -156,6 +166,8 @@ class Admission:
             cache.free(table)
             return False
         session.holds(table.length)
+        if not session.is_admitted:
+            session.is_admitted, session.cached_count = True, table.length
         if self._shares_prefixes:
             self.counters["prefix_query_tokens"] += length
             self.counters["prefix_hit_tokens"] += table.length

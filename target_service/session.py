@@ -23,8 +23,9 @@ class TargetSession(ReplicaSession):
 
     `last`: its last verification, taken at `requested_s` from a message that arrived at `arrived_s`; until it is
     answered `last_answer` is None, afterwards `work` is. `feed` does the work. `guaranteed_length`: no preemption
-    before its cache has this length. `quiet_since_s`: end of its last work. `cached_count`: tokens found in the cache
-    at its admission; `preemptions`: since its last verification result. `counts`: of its tokens, for penalties.
+    before its cache has this length. `born_s`: when its text began, by its age. `quiet_since_s`: end of its last work.
+    `cached_count`: tokens found in the cache at its admission; `preemptions`: since its last verification result.
+    `counts`: of its tokens, for penalties.
     """
 
     fed_length: int = 0
@@ -34,6 +35,7 @@ class TargetSession(ReplicaSession):
     feed: Feed[VerificationRequest, SamplerOutput] | None = None
     is_admitted: bool = False
     guaranteed_length: int = 0
+    born_s: float = 0.0
     quiet_since_s: float = 0.0
     cached_count: int = 0
     preemptions: int = 0

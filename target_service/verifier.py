@@ -54,6 +54,13 @@ class Verifier:
         """Returns the counters of the admission."""
         return dict(self._admission.counters)
 
+    def usage(self) -> float:
+        """Returns the share of the cache blocks that sessions hold."""
+        return self._engine.cache.usage
+
+    def admit(self, item: Open, now_s: float) -> None:
+        """Admits every session: its first verification tells its length, and is refused or waits."""
+
     def check(self, item: Open) -> None:
         """Raises InvalidRequest for a session that this target cannot serve, as far as known before its tokens."""
         size, positions_max = self.description.vocabulary_size, self.description.positions_max

@@ -40,8 +40,16 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Output tokens from `first_output_index` on come from another target of the same weights and other numerics."""
+
+    first_output_index: int
+    numerics: types_pb.NumericsProfile
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """The text ended. Token counts are of the whole text; statistics of the last stream, if it was resumed."""
+    """The text ended. Counts and statistics are of the whole text, also of one that was resumed (`client.sums`)."""
 
     reason: FinishReason | None
     stop_string: str
@@ -52,7 +60,7 @@ class Finished:
     trace_id: str
 
 
-Event = Started | Delta | Finished
+Event = Started | Delta | Moved | Finished
 
 
 def event_of(response: coordinator_pb.GenerateResponse) -> Event:
@@ -69,6 +77,8 @@ def event_of(response: coordinator_pb.GenerateResponse) -> Event:
         stop = end.stop_string, end.stop_token_id if end.HasField("stop_token_id") else None
         counts = usage.prompt_tokens, usage.output_tokens
         return Finished(_REASONS.get(end.reason), *stop, *counts, end.statistics, end.trace_id)
+    if response.HasField("moved"):
+        return Moved(response.moved.first_output_index, response.moved.numerics)
     raise Mismatch("the coordinator is of another version: it sent an unknown event")
 
 

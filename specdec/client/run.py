@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from specdec.client.events import Event, Finished, Started, Statistics, event_of, pieces_of
+from specdec.client.events import Event, Finished, Moved, Started, Statistics, event_of, pieces_of
 from specdec.errors import ReplicaUnavailable
 from specdec.protocol.report import Delta
 from specdec.protocol.types import TokenKind
@@ -19,11 +19,12 @@ PROPOSERS = {"draft": "model", "ngram": "ngram", "suffix": "suffix", "prediction
 @dataclass(slots=True)
 class Run:
     """One generation, filled while it streams. `pieces`: each token's text and kind; `deltas`: when each came, in
-    seconds by the performance counter, and its number of tokens."""
+    seconds by the performance counter, and its number of tokens; `moves`: to targets of other numerics."""
 
     token_ids: list[int] = field(default_factory=list)
     pieces: list[tuple[str, TokenKind]] = field(default_factory=list)
     deltas: list[tuple[float, int]] = field(default_factory=list)
+    moves: list[Moved] = field(default_factory=list)
     started: Started | None = None
     finished: Finished | None = None
 
@@ -43,6 +44,8 @@ class Run:
             self.pieces += zip(pieces_of(event), event.kinds)
         elif isinstance(event, Started):
             self.started = event
+        elif isinstance(event, Moved):
+            self.moves.append(event)
         else:
             self.finished = event
 

@@ -58,6 +58,10 @@ class DraftTimes:
         link_s = nodes * self._node_bytes.value / self._link_bytes_per_s
         return max(self._steps.seconds(nodes) or STEP_GUESS_S, link_s)
 
+    def nodes_s(self, node_count: int) -> float:
+        """Seconds of a step of so many nodes, of all sessions."""
+        return self._steps.seconds(node_count) or STEP_GUESS_S
+
     def trip_s(self, plan: Plan, load: float) -> float:
         """Seconds from a commit to the draft tokens that a plan waits for, or to the first."""
         return self.network_s + LATE_S + max(1, plan.wait_length) * self.step_s(plan, load)

@@ -15,9 +15,11 @@ class TargetFound(NamedTuple):
 
 
 class TargetLost(NamedTuple):
-    """The target is lost, for the reason given; the round in flight stays, for the next target."""
+    """The target is lost, for the reason given, in a sentence and in a word; the round in flight stays, for the next
+    target."""
 
     reason: str = "the target was lost"
+    cause: str = "lost"
 
 
 class FromTarget(NamedTuple):
@@ -47,6 +49,10 @@ class DraftLost(NamedTuple):
     """The draft is lost; its nodes stay usable."""
 
 
+class DraftStops(NamedTuple):
+    """The draft stops soon; its owner changes drafts if another is there. The session takes no notice."""
+
+
 class FromDraft(NamedTuple):
     """An answer of the draft came."""
 
@@ -63,7 +69,18 @@ class End(NamedTuple):
     """The session is not wanted any longer."""
 
 
-Event = TargetFound | TargetLost | FromTarget | Concluded | DraftFound | DraftLost | FromDraft | WaitExpired | End
+Event = (
+    TargetFound
+    | TargetLost
+    | FromTarget
+    | Concluded
+    | DraftFound
+    | DraftLost
+    | DraftStops
+    | FromDraft
+    | WaitExpired
+    | End
+)
 
 
 class Wait(NamedTuple):

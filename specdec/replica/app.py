@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 import time
@@ -115,7 +116,8 @@ class ReplicaApp(Generic[Payload, Answer]):
             "Describe": unary(types_pb.DescribeRequest, self._describe),
             self._kind.stream_method: stream_stream(self._converse),
         }
-        server = Server(self._settings, {self._kind.service: methods}, STREAM_REQUEST_BYTES_MAX)
+        services = {self._kind.service: methods}
+        server = Server(self._settings, services, STREAM_REQUEST_BYTES_MAX, self._settings.allow_peer)
         page = MetricsPage(lambda: self._page_metrics(server.is_serving))
         page.open(self._settings.metrics_address)
         address = await server.start()
@@ -275,6 +277,7 @@ class ReplicaApp(Generic[Payload, Answer]):
             head_times=head_times,
             trace_service=self._tracing.service,
             num_heads=num_heads,
+            instance=secrets.token_hex(16),
         )
 
     async def _describe(self, _request: types_pb.DescribeRequest, _context: Context) -> types_pb.DescribeResponse:

@@ -103,6 +103,13 @@ class ReplicaService(Protocol):
     def check(self, item: Open) -> None:
         """Raises SpecdecError for a session that this replica can never open."""
 
+    def usage(self) -> float:
+        """Returns the share that is taken of what its sessions need beside places, 0 to 1: at 1 it has no room for
+        one more. May be called from another thread."""
+
+    def admit(self, item: Open, now_s: float) -> None:
+        """Raises CacheExhausted if there is no room for the new session, as far as known before its tokens."""
+
     def open(self, item: Open, reply: Reply) -> Any:
         """Returns a checked session with its first allocation. Raises SpecdecError; then nothing was allocated."""
 
@@ -136,6 +143,12 @@ class ItemHandler:
         self._emptied: Callable[[], object] | None = None
         self._refused_s: dict[object, float] = {}  # streams that found no place, and when
         self.worked: set[object] = set()  # streams that brought work for a session of theirs
+
+    def load(self) -> tuple[int, float]:
+        """Returns the number of sessions, and the load: the larger of the share of places taken and `usage`, and the
+        share of places whose sessions wait for blocks. May be called from another thread."""
+        count, places, service = len(self.sessions), self.session_count_max, self.service
+        return count, max(count / places, service.usage()) + service.waiting_count / places
 
     def handle(self, stream: object, items: list[TargetItem | DraftItem], reply: Reply, arrived_s: float = 0.0) -> None:
         """Handles the items of one message in order; answers go to `reply`, some later."""
@@ -213,6 +226,7 @@ class ItemHandler:
         if not self._end(stream, item) and is_known:
             return
         if not is_known:
+            self.service.admit(item, now_s)
             self._admit(stream, now_s)
         session = self.service.open(item, reply)
         session.opened_s = opened_s

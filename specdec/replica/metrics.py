@@ -76,6 +76,8 @@ def page_metrics(
     yield gauge("specdec_sessions", "Sessions open.", len(handler.sessions), labels)
     yield gauge("specdec_sessions_waiting", "Sessions that wait for cache blocks.", waiting_count, labels)
     yield gauge("specdec_sessions_max", "Limit of concurrent sessions; more are refused.", most, labels)
+    help = "Share taken of sessions, cache or, on a draft, time; at 1 no further session fits. More: sessions wait."
+    yield gauge("specdec_load", help, handler.load()[1], labels)
     help = "Failed items of coordinators, by the reason of the error."
     failures = {(reason,): count for reason, count in metrics.failures.items()}
     yield counter("specdec_item_failures", help, failures, labels, "reason")

@@ -33,7 +33,7 @@ from specdec.rpc.link import TICK_S, check_item_count
 from specdec.rpc.parsing import parse
 from specdec.rpc.rates import message_rate
 from specdec.rpc.server import Write
-from specdec.rpc.stamps import Stamps
+from specdec.rpc.stamps import Stamps, tell_load
 from specdec.rpc.status import failure_from_error
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.logs import get_logger
@@ -214,8 +214,7 @@ class ReplicaStream:
         self._posted_bytes += byte_count
 
     def _message(self) -> bytes:
-        """Returns one message with the ready answers that fit, and a stamp if one is due; pings are answered by a stamp
-        alone."""
+        """Returns one message with the ready answers that fit; for a ping, and if a stamp is due, stamp and load."""
         self._is_pinged = False
         parts: list[bytes] = []
         byte_count = 0
@@ -230,6 +229,7 @@ class ReplicaStream:
         if not parts or self._stamps.is_due(now_ns):
             message = self._response()
             self._stamps.stamp(message, now_ns)
+            tell_load(message, *self._handler.load())
             parts.append(message.SerializeToString())
         return b"".join(parts)
 

@@ -25,7 +25,7 @@ from specdec.rpc.client import Response, call_unary
 from specdec.rpc.field_count import check_large
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, UNTAKEN_ITEM_COUNT_MAX
 from specdec.rpc.rates import message_rate
-from specdec.rpc.stamps import Stamps
+from specdec.rpc.stamps import Stamps, load_of
 from specdec.rpc.status import error_from_rpc
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.logs import get_logger
@@ -54,7 +54,8 @@ class Link:
 
     `connect` makes a fresh channel for each connection, which `ask` uses too. `on_up()`: the peer has answered.
     `on_items(items, bytes_received)`: one message's items, in order; InvalidRequest from it drops the connection as
-    malformed. `on_down(reason)`: after every `on_up`, once.
+    malformed. `on_down(reason)`: after every `on_up`, once. `load`: (sessions, load) of the peer by its last report on
+    this connection, None before the first; `load_count`: reports on all connections.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class Link:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.stamps = Stamps(wall_offset_ns)
+        self.load: tuple[int, float] | None = None
+        self.load_count = 0
         self._connect = connect
         self._channel: grpc.aio.Channel | None = None
         self._up_s = 0.0
@@ -145,7 +148,7 @@ class Link:
 
     async def _connection(self) -> None:
         """Runs one connection, from its first ping to its loss. Always raises LinkDown, or the cancellation."""
-        self.stamps = Stamps(wall_offset_ns)
+        self.stamps, self.load = Stamps(wall_offset_ns), None
         self._queue.clear()
         self._silent_ticks = self._idle_ticks = 0
         channel = self._channel = self._connect()
@@ -199,6 +202,8 @@ class Link:
             response = self._response_class.FromString(data)
             check_item_count(len(response.items))
             self.stamps.received(response, time.monotonic_ns())
+            if (load := load_of(response)) is not None:
+                self.load, self.load_count = load, self.load_count + 1
             if not self.is_up:
                 self.is_up, self._up_s = True, time.monotonic()
                 self._on_up()

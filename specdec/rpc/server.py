@@ -7,7 +7,7 @@ handler raises SpecdecError; any other exception is logged, answered INTERNAL wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from specdec.config import ServiceSettings, split_address
-from specdec.errors import ConfigError, DeliveryStalled, ReplicaUnavailable, SpecdecError
+from specdec.errors import ConfigError, DeliveryStalled, PeerRefused, ReplicaUnavailable, SpecdecError
 from specdec.rpc import reflection
 from specdec.rpc.admission import Admission
 from specdec.rpc.delivery import Delivery
@@ -49,6 +49,7 @@ _SERVER_OPTIONS = (
 )
 
 ALIVE = "alive"  # a name in the health service that is SERVING until the drain, for liveness probes
+PEER_NAME_KEYS = "peer_dns", "x509_common_name"  # of gRPC's view of a certificate: DNS names and the common name
 LAST_WORDS_S = 1.0  # for the last messages of calls that are cancelled at the end of the grace
 
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -96,16 +97,19 @@ def stream_stream(handler: Callable[[AsyncIterator[bytes], Write, Context], Awai
 
 
 class Server:
-    """One listening service. `services`: methods by name, by full service name."""
+    """One listening service. `services`: methods by name, by full service name. `allowed_peers`: names of the
+    certificates of those who may call them; none: everyone."""
 
     def __init__(
         self,
         settings: ServiceSettings,
         services: Mapping[str, Mapping[str, Method]],
         message_bytes: int = MESSAGE_BYTES_MIN,
+        allowed_peers: Collection[str] = (),
     ) -> None:
         self.address = ""
         self._settings = settings
+        self._allowed_peers = frozenset(allowed_peers)
         self._service_names = tuple(services)
         self._calls: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
@@ -222,6 +226,7 @@ class Server:
         task = asyncio.current_task()
         assert task is not None
         try:
+            self._check_peer(context)
             if self._draining:
                 raise ReplicaUnavailable("the service is stopping")
             if counted:
@@ -247,6 +252,16 @@ class Server:
             await abort(context, SpecdecError("the service failed at this call; its log says why"))
         finally:
             self._uncount(task)
+
+    def _check_peer(self, context: Context) -> None:
+        """Raises PeerRefused unless the client's certificate has an allowed name."""
+        if not self._allowed_peers:
+            return
+        found: Mapping[str, Iterable[bytes]] = context.auth_context()
+        own = [name.decode("utf-8", "replace") for key in PEER_NAME_KEYS for name in found.get(key, ())]
+        if self._allowed_peers.isdisjoint(own):
+            names = ", ".join(own) or "it has none"
+            raise PeerRefused(f"no name of this certificate is one of --allow-peer: {names}")
 
     def _uncount(self, task: asyncio.Task[Any]) -> None:
         self._calls.discard(task)

@@ -5,6 +5,8 @@ A stamp names the last stamp its sender received, its own send time (t2), and th
 (t3 - t0) - (t2 - t1): differences of one clock each, so no common clock is needed. The clock offset is
 ((t1 - t0) + (t2 - t3)) / 2, wrong by half the network time at most; the quickest of the last exchanges is the best
 estimate. Both sides of a stream use the same class.
+
+With its stamps a replica tells its load.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ UNECHOED_COUNT_MAX = 4096  # stamps on the way at once, far more than a link tha
 WINDOW_LENGTH = 64  # about a minute of an idle link, a second of a busy one
 INTERVAL_NS = 5_000_000  # between stamps on a busy stream: more would cost bytes without information
 WALL_INTERVAL_NS = 1_000_000_000  # between reports of the wall time, which is rarely set
+LOAD_MAX = 2.0  # all is taken, and all sessions wait
 OFFSET_AGE_NS = 5_000_000_000  # of exchanges for the clock offset: poor clocks drift by 0.3 ms in this time
 
 
@@ -32,6 +35,19 @@ class Exchange:
     peer_ns: int
     own_ns: int
     network_ns: int
+
+
+def tell_load(message: Any, session_count: int, load: float) -> None:
+    """Writes the load of a replica into a message with a stamp."""
+    message.load.SetInParent()  # an idle one's too
+    message.load.sessions, message.load.load_thousandths = session_count, round(1000 * load)
+
+
+def load_of(message: Any) -> tuple[int, float] | None:
+    """Returns (sessions, load) of a message, LOAD_MAX of a peer that claims more; None if it tells none."""
+    if not message.HasField("load"):
+        return None
+    return message.load.sessions, min(message.load.load_thousandths / 1000, LOAD_MAX)
 
 
 class Stamps:

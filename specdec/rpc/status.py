@@ -30,6 +30,7 @@ _CODES: dict[type[SpecdecError], grpc.StatusCode] = {
     errors.SessionUnknown: grpc.StatusCode.NOT_FOUND,
     errors.Mismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ReplicaUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.PeerRefused: grpc.StatusCode.PERMISSION_DENIED,
     errors.DeliveryStalled: grpc.StatusCode.ABORTED,
     errors.NumericsError: grpc.StatusCode.INTERNAL,
 }
@@ -43,6 +44,7 @@ _CLASSES_BY_CODE = {
     grpc.StatusCode.UNAVAILABLE: errors.ReplicaUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.ReplicaUnavailable,
     grpc.StatusCode.ABORTED: errors.DeliveryStalled,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PeerRefused,
 }
 _CODES_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 # The values of an error class beside its message, with the defaults for a status without them.

@@ -12,21 +12,25 @@ from specdec.errors import InvalidRequest
 from specdec.policy.goodput_policy import GoodputPolicy
 from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculationMode, SpeculativePolicy
 from specdec.protocol.types import Proposer, Rule
+from tests.support import fleets
+from tests.support.fleets import MODEL
 from tests.support.records import round_record
 
-SETTINGS = CoordinatorSettings(target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto")
+SETTINGS = CoordinatorSettings(
+    target=("localhost:1",), draft=("localhost:2",), tokenizer="none", speculation_policy="auto"
+)
 TURNS = 32 * REJECTION_EVERY
 OPEN = GenerationRequest(token_ids=(1,))
 
 
 def fleet_of(**settings: Any) -> Fleet:
-    """A fleet that is not connected."""
-    return Fleet(SETTINGS.model_copy(update=settings), "", lambda: None)
+    """A fleet of one target and one draft."""
+    return fleets.fleet_of(SETTINGS.model_copy(update=settings))
 
 
 def run_rounds(fleet: Fleet, rule: Rule, round_s: float) -> None:
     """A generation under a rule whose rounds all take `round_s` and accept all planned tokens."""
-    policy = fleet.choose(GenerationRequest(token_ids=(1,), speculative=SpeculativePolicy(rule=rule)), 1).policy
+    policy = fleet.choose(GenerationRequest(token_ids=(1,), speculative=SpeculativePolicy(rule=rule)), 1, MODEL).policy
     assert isinstance(policy, GoodputPolicy)
     for index in range(round(3 * RULE_ROUNDS)):
         plan = policy.plan(1000)
@@ -57,7 +61,7 @@ def test_settings_of_the_ngram_proposer_are_those_of_the_service(
     by 5 first, and 3 4, which were followed by 6 later."""
     committed = [2, 3, 4, 5, 9, 3, 4, 6, 7, 2, 3, 4]
     fleet, request = fleet_of(**settings), GenerationRequest(token_ids=tuple(committed))
-    made = fleet.local_proposers(fleet.choose(request, 1), request, committed, ())
+    made = fleet.local_proposers(fleet.choose(request, 1, MODEL), request, committed, ())
     runs = [run for proposer in made for run in proposer.propose(committed)]
     assert (runs[0].token_ids[0] if runs else None) == token_id
 
@@ -69,7 +73,7 @@ def test_who_sees_rounds_sees_no_text_of_others() -> None:
 
     def proposers_of(salt: str, **own: Any) -> frozenset[Proposer]:
         request = GenerationRequest(token_ids=(1,), cache_salt=salt, speculative=SpeculativePolicy(**own))
-        return fleet.choose(request, 1).proposers
+        return fleet.choose(request, 1, MODEL).proposers
 
     every = proposers_of("")
     assert Proposer.SUFFIX in every and every == proposers_of("own", report_rounds=True)
@@ -97,7 +101,7 @@ def test_a_small_share_runs_rejection_to_measure_it() -> None:
     neither rule nor seed. Conclusive: all requests of four such periods are counted."""
     fleet = fleet_of()
     resumed = GenerationRequest(token_ids=(1,), resumed_token_ids=(2, 3))
-    rules = [fleet.choose(resumed, turn).rule for turn in range(1, TURNS)]
+    rules = [fleet.choose(resumed, turn, MODEL).rule for turn in range(1, TURNS)]
     share = rules.count(Rule.REJECTION) / TURNS
     assert 0.7 < share * REJECTION_EVERY < 1.4 and set(rules) == {Rule.REJECTION, Rule.COUPLED}
     assert rules[0] is Rule.COUPLED
@@ -119,7 +123,7 @@ def test_a_request_that_measures_nothing_runs_no_rejection(speculative: Speculat
     to measure it. Conclusive: two periods of such requests, and of others, of which one in each period does."""
     fleet = fleet_of()
     own = GenerationRequest(token_ids=(1,), speculative=speculative)
-    rules = [fleet.choose(request, turn).rule for turn in range(1, TURNS) for request in (own, OPEN)]
+    rules = [fleet.choose(request, turn, MODEL).rule for turn in range(1, TURNS) for request in (own, OPEN)]
     assert set(rules[::2]) == {Rule.COUPLED} and Rule.REJECTION in rules[1::2]
 
 
@@ -129,12 +133,12 @@ def test_the_faster_rule_is_chosen() -> None:
         fleet = fleet_of()
         run_rounds(fleet, Rule.COUPLED, 0.02)
         run_rounds(fleet, Rule.REJECTION, rejection_s)
-        choice = fleet.choose(OPEN, 1)
+        choice = fleet.choose(OPEN, 1, MODEL)
         assert choice.rule is chosen and "tokens/s measured" in choice.rule_reason, choice
 
 
 def ruled(fleet: Fleet, request: GenerationRequest) -> tuple[Rule, str]:
-    choice = fleet.choose(request, 1)
+    choice = fleet.choose(request, 1, MODEL)
     return choice.rule, choice.rule_reason
 
 
@@ -149,17 +153,17 @@ def test_a_request_may_not_ask_for_more_than_the_servers_maximum(field: str) -> 
     limits = {"num_speculative_tokens": 4, "draft_window": 6, "draft_nodes_per_step": 2}
     maxima = {f"{name}_max": value for name, value in limits.items()}
     fleet = fleet_of(**maxima, num_speculative_tokens=2)
-    plan = fleet.choose(fixed(**{field: limits[field]}), 1).policy.plan(1000)
+    plan = fleet.choose(fixed(**{field: limits[field]}), 1, MODEL).policy.plan(1000)
     assert (plan.draft_length_max, plan.window, plan.nodes_per_step)[list(limits).index(field)] == limits[field]
     with pytest.raises(
         InvalidRequest, match=f"speculative.{field} is {limits[field] + 1}; .* maximum, {limits[field]}"
     ):
-        fleet.choose(fixed(**{field: limits[field] + 1}), 1)
+        fleet.choose(fixed(**{field: limits[field] + 1}), 1, MODEL)
 
 
 def test_the_window_by_default_obeys_the_maximum() -> None:
     """Claim: a request without a window gets one more than its draft tokens, or the server's maximum if that is less.
     Conclusive: both cases."""
     fleet = fleet_of(num_speculative_tokens_max=6, draft_window_max=6)
-    windows = [fleet.choose(fixed(num_speculative_tokens=n), 1).policy.plan(1000).window for n in (4, 6)]
+    windows = [fleet.choose(fixed(num_speculative_tokens=n), 1, MODEL).policy.plan(1000).window for n in (4, 6)]
     assert windows == [5, 6]

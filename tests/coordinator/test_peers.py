@@ -18,6 +18,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from specdec.config import CoordinatorSettings, TlsSettings
+from specdec.coordinator.discovery import Member
+from specdec.coordinator.ejection import PoolHealth
 from specdec.coordinator.fleet import Choice, Fleet
 from specdec.coordinator.generation import Generation
 from specdec.coordinator.peers import NODES_PER_MESSAGE_MAX, Draft, Peer, Target
@@ -45,6 +47,7 @@ from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.chaos.bomb_list import framed
 from tests.simulation.client import Output
+from tests.support.fleets import MODEL
 from tests.support.scripted_draft import FINGERPRINT, ScriptedDraft
 
 VOCABULARY_SIZE = 50_000
@@ -60,7 +63,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.link = SimpleNamespace(stamps=SimpleNamespace(network_s=0.0))
+        self.link = SimpleNamespace(stamps=SimpleNamespace(network_s=0.0), is_up=True)
+        self.health = PoolHealth().add()
 
     def attach(self, session: int, listener: Generation) -> None: ...
 
@@ -92,17 +96,17 @@ def generation_of(target: Any, draft: Any, context_length: int = 3, wait_s: floa
     params = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=context_length, temperature=0.0)
     policy, prompt = FixedPolicy(2, wait_s=wait_s), [7] * context_length
     session = Session(1, params, context_length + 100, VOCABULARY_SIZE, policy, prompt)
-    settings = CoordinatorSettings(target="localhost:1", tokenizer="none")
+    settings = CoordinatorSettings(target=("localhost:1",), tokenizer="none")
     request = RequestStatistics(CoordinatorMetrics(), NO_TRACE, "")
     started = Started("", 1, Rule.GREEDY, context_length, 100)
-    choice = Choice(target, draft, Rule.GREEDY, "", policy, frozenset())
+    choice = Choice(target, MODEL, draft, Rule.GREEDY, "", policy, frozenset())
     return Generation(session, Output(100, 100), started, choice, Fleet(settings, "", lambda: None), request)
 
 
 def made(kind: type[Peer], address: str) -> Any:
     """A peer of this kind, whose link does not run yet."""
     more = (None,) if kind is Draft else ()
-    return kind(address, TlsSettings(), FINGERPRINT, lambda: None, *more)
+    return kind(Member(address), TlsSettings(), FINGERPRINT, lambda peer: None, PoolHealth().add(), *more)
 
 
 async def until(condition: Any, timeout_s: float = 10.0) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator import service
+from specdec.coordinator.discovery import Member
 from specdec.coordinator.service import Coordinator
 from specdec.coordinator.tokenizer import Tokenizer
 from specdec.errors import CacheExhausted, InvalidRequest
@@ -33,9 +34,10 @@ class Call:
 @pytest.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
     """A coordinator of one slot with a target that is up, without any connection."""
-    settings = CoordinatorSettings(target="localhost:1", tokenizer="none", max_num_seqs=1)
+    settings = CoordinatorSettings(target=("localhost:1",), tokenizer="none", max_num_seqs=1)
     coordinator = Coordinator(settings, Tokenizer(str(EMBEDDED_MODELS / "target")), Tracing(), lambda: None)
-    coordinator.fleet.target.description = TARGET
+    coordinator.fleet.targets.update([Member("localhost:1")])
+    coordinator.fleet.targets.peers[0].found(TARGET)
     yield coordinator
 
 

@@ -56,8 +56,7 @@ def test_bursts_of_odd_requests_hold_ordinary_ones_back_for_less_than_a_minute(n
 def goodput_of(service: FleetService) -> Goodput:
     """What the sessions of a service share."""
     service.policy(0)
-    assert service.fleet.draft is not None
-    return next(iter(service.fleet.draft.goodputs.values()))
+    return next(iter(service.fleet.drafts.peers[0].goodputs.values()))
 
 
 def slow_beside_the_draft(table: Goodput) -> None:

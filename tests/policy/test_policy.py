@@ -9,7 +9,6 @@ import pytest
 
 from bench.policy_cells import LENGTH_CAP, TARGET_S, FleetService, one
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.fleet import Fleet
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.draft_time import DraftTimes
 from specdec.policy.fixed_policy import OFF_POLICY, FixedPolicy
@@ -22,13 +21,15 @@ from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Policy
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.request import GenerationRequest, SamplingParams
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Description, Proposer, Rule, TokenKind
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer, Rule, TokenKind
 from tests.protocol.test_offer import WIDE, Certain, grown, paths_of
+from tests.support.fleets import MODEL, fleet_of
 from tests.support.records import changed, round_record
 
 SPARE_TOKENS = 100_000
-SETTINGS = CoordinatorSettings(target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto")
-TARGET = Description("digest", "print", "name", 7, 100, (1,), "float32", "cpu", "torch")
+SETTINGS = CoordinatorSettings(
+    target=("localhost:1",), draft=("localhost:2",), tokenizer="none", speculation_policy="auto"
+)
 
 GREEDY = GenerationRequest(token_ids=(1,), sampling=SamplingParams(temperature=0))
 
@@ -132,9 +133,8 @@ def test_heads_are_asked_while_their_tokens_are_worth_their_time(
     two. At 4 to 5 tokens a step, 0.15 of a step is worth 0.6 to 0.9 of a token, which is between both acceptances.
     """
     step_times, head_times = ([(rows, share * TARGET_S) for rows in (1, 16)] for share in (1.0, head_share))
-    fleet = Fleet(SETTINGS, "", lambda: None)
-    fleet.target._on_found(replace(TARGET, step_times=tuple(step_times), head_times=tuple(head_times)))
-    policy = fleet.choose(GREEDY, 1).policy
+    fleet = fleet_of(SETTINGS, replace(MODEL, step_times=tuple(step_times), head_times=tuple(head_times)))
+    policy = fleet.choose(GREEDY, 1, MODEL).policy
     asked = []
     for index in range(1, 128):
         proposers = (Proposer.HEADS,) * accepted * (index % 2)
@@ -147,13 +147,12 @@ def test_heads_are_asked_while_their_tokens_are_worth_their_time(
 def test_the_time_of_heads_goes_by_sessions_not_rows() -> None:
     """Claim: heads have one row a session, so one session whose rounds have four rows pays the time of one row.
     Conclusive: the time of four would be more than their tokens are worth (the case "expensive" above)."""
-    fleet = Fleet(SETTINGS, "", lambda: None)
     times = {
         "step_times": tuple((rows, TARGET_S) for rows in (1, 16)),
         "head_times": ((1, 0.02 * TARGET_S), (4, 0.5 * TARGET_S)),
     }
-    fleet.target._on_found(replace(TARGET, **times))
-    policy = fleet.choose(GREEDY, 1).policy
+    fleet = fleet_of(SETTINGS, replace(MODEL, **times))
+    policy = fleet.choose(GREEDY, 1, MODEL).policy
     for index in range(1, 128):
         record = record_of(index, policy.plan(SPARE_TOKENS), 3, 3)
         policy.on_round(changed(record, had_heads=True, accepted_proposers=(Proposer.HEADS,) * (index % 2)))
@@ -358,8 +357,7 @@ def test_local_proposers_rest_beside_a_draft_too() -> None:
     """Claim: beside a draft they are asked in every 64th round where none of their guesses is accepted, and in all
     rounds after one in which three were. Conclusive: both within one text."""
     fleet = FleetService(one(0.7)).fleet
-    assert fleet.draft is not None
-    steps, times = fleet.target.steps[Rule.GREEDY], fleet.draft.times[Rule.GREEDY]
+    steps, times = fleet.targets.peers[0].steps[Rule.GREEDY], fleet.drafts.peers[0].times[Rule.GREEDY]
     plans = catalogue(True, True)
     policy = GoodputPolicy(Goodput(steps, times, Acceptance(), LENGTH_CAP, plans), LENGTH_CAP)
     asked = []

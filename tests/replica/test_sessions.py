@@ -38,7 +38,13 @@ class BusySession(ReplicaSession):
 
 
 class Idle(ReplicaService):
-    """Holds sessions."""
+    """Holds sessions. `share`: its usage."""
+
+    waiting_count = 0
+    share = 0.0
+
+    def usage(self) -> float:
+        return self.share
 
     def open(self, item: Open, reply: Any) -> BusySession:
         return BusySession(item, SimpleNamespace(), reply)
@@ -134,6 +140,23 @@ def test_a_stream_keeps_no_more_than_its_share_by_working() -> None:
     assert both.held("a") == [5, 6, 7, 8] and not both.open("b", 5, at_s=HELD_S + 9), "each has its share"
 
 
+def test_the_load_is_the_largest_share_and_what_waits() -> None:
+    """Claim: the load is the share of places taken, or that of cache or time if it is larger, and that of waiting
+    sessions beside it; 1 where every place is taken. Conclusive: each part decides once, by numbers that are exact."""
+    one = Coordinators()
+    assert one.handler.load() == (0, 0.0)
+    assert one.open("a", 1) and one.open("b", 1)
+    assert one.handler.load() == (2, 2 / PLACES)
+    service: Any = one.handler.service
+    service.share = 0.5
+    assert one.handler.load() == (2, 0.5)
+    service.waiting_count = 1
+    assert one.handler.load() == (2, 0.5 + 1 / PLACES)
+    assert all(one.open("a", session) for session in range(2, PLACES))
+    service.waiting_count = 0
+    assert one.handler.load() == (PLACES, 1.0) and not one.open("a", PLACES)
+
+
 class Stream:
     """A replica's stream of the draft's messages, without sockets and engine: `sent` are the items it answered."""
 
@@ -143,7 +166,7 @@ class Stream:
         self.failures: list[Failure] = []
         self.sent: list[draft_pb.DraftResponseItem] = []
         messages = draft_pb.DraftRequest, draft_pb.DraftResponse
-        handler = handler or SimpleNamespace(close_stream=lambda stream: None)
+        handler = handler or SimpleNamespace(close_stream=lambda stream: None, load=lambda: (0, 0.0))
         streams = [] if streams is None else streams
         self.stream = ReplicaStream(engine, handler, messages, self.failures.append, streams)
         streams.append(self.stream)
@@ -231,7 +254,8 @@ async def test_an_item_that_cannot_be_read_fails_alone(monkeypatch: pytest.Monke
         return item
 
     monkeypatch.setattr(stream_module, "item_from_message", planted)
-    handler = SimpleNamespace(close_stream=lambda _: None, handle=lambda _, items, *__: handled.extend(items))
+    handle, load = (lambda _, items, *__: handled.extend(items)), lambda: (0, 0.0)
+    handler = SimpleNamespace(close_stream=lambda _: None, handle=handle, load=load)
     own = Stream(handler)
     data = b"".join(item_to_bytes(draft_pb.DraftRequest, Close(session, 1)) for session in (1, 2, 3))
     with capture_logs() as logs:
@@ -248,7 +272,7 @@ async def test_a_message_with_too_many_items_ends_its_stream() -> None:
 
     Source: 600 kB of empty items silenced a target for longer than 3 s.
     """
-    own = Stream(SimpleNamespace(close_stream=lambda stream: None, handle=lambda *_: None))
+    own = Stream(SimpleNamespace(close_stream=lambda _: None, handle=lambda *_: None, load=lambda: (0, 0.0)))
     empty = draft_pb.DraftRequest(items=[draft_pb.DraftRequestItem()] * ITEM_COUNT_MAX).SerializeToString()
     await own.run(empty, answers=(Nodes(1, 1, 1, 1, ()),) * 2)
     assert len(own.failures) == ITEM_COUNT_MAX
@@ -266,7 +290,7 @@ async def test_the_event_loop_has_turns_while_a_message_is_read() -> None:
 
     Source: 1,024 empty items held the loop for 23 ms on a loaded machine. Conclusive: turns are counted, not timed.
     """
-    own = Stream(SimpleNamespace(close_stream=lambda stream: None, handle=lambda *_: None))
+    own = Stream(SimpleNamespace(close_stream=lambda _: None, handle=lambda *_: None, load=lambda: (0, 0.0)))
     empty, close = (draft_pb.DraftRequestItem(**own) for own in ({}, {"close": {"session": 1, "incarnation": 1}}))
     for one, count in ((empty, 0), (close, ITEM_COUNT_MAX)):
         turns = 0
@@ -281,7 +305,7 @@ async def test_the_event_loop_has_turns_while_a_message_is_read() -> None:
 async def test_a_verification_is_urgent_and_nothing_else() -> None:
     """Claim: a message with a verification is posted to the engine as work that a large step of prompts is abandoned
     for; one that opens and closes sessions is not. Conclusive: both messages of one stream, as bytes."""
-    own = Stream(SimpleNamespace(close_stream=lambda _: None, handle=lambda *_: None))
+    own = Stream(SimpleNamespace(close_stream=lambda _: None, handle=lambda *_: None, load=lambda: (0, 0.0)))
     others = Open(1, 1, PARAMS, 9, 9), Close(1, 1)
     for items in (others, (*others, Verification(1, 1, 1, 1, (5,)))):
         data = b"".join(item_to_bytes(target_pb.VerifyRequest, item) for item in items)

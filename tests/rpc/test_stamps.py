@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.rpc.stamps import INTERVAL_NS, UNECHOED_COUNT_MAX, WINDOW_LENGTH, Stamps
-from specdec.v1.draft_service_pb2 import DraftRequest, DraftRequestItem
+from specdec.rpc.stamps import (
+    INTERVAL_NS,
+    LOAD_MAX,
+    UNECHOED_COUNT_MAX,
+    WINDOW_LENGTH,
+    Stamps,
+    load_of,
+    tell_load,
+)
+from specdec.v1.draft_service_pb2 import DraftRequest, DraftRequestItem, DraftResponse
 from specdec.v1.types_pb2 import LinkStamp
 
 MS = 1_000_000
@@ -137,3 +145,23 @@ def test_what_is_to_be_timed_is_stamped_at_once():
     later = DraftRequest()
     stamps.stamp(later, 1000 + 1_000_000_000)
     assert later.stamp.wall_time_us == (10**18 + 1000 + 1_000_000_000) // 1000
+
+
+@pytest.mark.parametrize(
+    ("told", "read"),
+    [
+        ((0, 0.0), (0, 0.0)),
+        ((3, 0.0478), (3, 0.048)),
+        ((64, 1.5), (64, 1.5)),
+        ((2**32 - 1, 4e6), (2**32 - 1, LOAD_MAX)),
+    ],
+)
+def test_the_load_of_a_replica_travels_in_eight_bytes(told, read):
+    """Claim: sessions and load arrive, to a thousandth, those of an idle replica too, and no claim above LOAD_MAX
+    counts: one peer would shift the mean of a pool. A message without a load tells none. Conclusive: real bytes."""
+    message = DraftResponse()
+    assert load_of(message) is None
+    tell_load(message, *told)
+    data = message.SerializeToString()
+    assert load_of(DraftResponse.FromString(data)) == read
+    assert told[0] > 64 or len(data) <= 8

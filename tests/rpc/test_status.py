@@ -24,6 +24,7 @@ ERRORS = [
     errors.SessionUnknown("session 7 is not open"),
     errors.Mismatch("tokenizers differ"),
     errors.ReplicaUnavailable("the target is gone", retry_after_s=0.5),
+    errors.PeerRefused("no name of this certificate"),
     errors.DeliveryStalled("nothing was read for 30 s"),
     errors.NumericsError("logits are not numbers"),
 ]

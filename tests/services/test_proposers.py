@@ -200,7 +200,7 @@ def test_only_what_the_target_chose_is_remembered(pair: Services) -> None:
 
 def test_a_service_without_a_draft(table_services: Services) -> None:
     """Claim: a coordinator without a draft service speculates by its own proposers, by default, and says so."""
-    with table_services.coordinator_with(draft=None, speculation_policy="auto") as client:
+    with table_services.coordinator_with(draft=(), speculation_policy="auto") as client:
         off = plain(client, [1, 2, 3], 120, temperature=0.0)
         on = client.generate([1, 2, 3], max_tokens=120, ignore_eos=True, temperature=0.0)
         assert on.comparable == off.comparable
@@ -213,7 +213,7 @@ def test_a_service_without_a_draft(table_services: Services) -> None:
 def test_heads_change_nothing_and_are_counted(pair: Services) -> None:
     """Claim: with the shipped heads on the target and no draft, greedy and sampled texts are those of plain decoding,
     and tokens of the heads are accepted; a request that excludes heads gets none of their tokens."""
-    with pair.coordinator_with(draft=None, speculation_policy="auto") as client:
+    with pair.coordinator_with(draft=(), speculation_policy="auto") as client:
         for asked in ({"temperature": 0.0}, {"temperature": 0.7, "seed": 4}):
             off = plain(client, "import os", **asked)
             both = [

@@ -1,8 +1,9 @@
 """Coordinators and their clients on virtual time.
 
-A generation is the real `coordinator.generation.Generation` over the real session; only the event loop and the
-replicas it is given are simulated. A client reads what it emits, and when a generation is lost, with its target or its
-coordinator, it resumes after the tokens received. It checks that no token is wrong, doubled or missing.
+A generation is the real `coordinator.generation.Generation` over the real session and the real `Fleet` with its pools
+and peers; only the event loop and the links are simulated. A client reads what it emits, and when a generation is
+lost with its coordinator, or ends with an error that it may have, it resumes after the tokens received. It checks that
+no token is wrong, doubled or missing, and none comes from other numerics unannounced.
 """
 
 from __future__ import annotations
@@ -12,30 +13,30 @@ import enum
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec.config import CoordinatorSettings
-from specdec.coordinator.fleet import Choice, Fleet
+from specdec.coordinator.fleet import Fleet
 from specdec.coordinator.generation import Generation
 from specdec.coordinator.output import Appended, Ending
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
-from specdec.errors import CacheExhausted, ReplicaUnavailable
+from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.policy.fixed_policy import FixedPolicy
-from specdec.protocol.events import WaitExpired
+from specdec.protocol.events import Event
 from specdec.protocol.items import NO_TRACE
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.policy import Policy
 from specdec.protocol.proposers import LocalProposer, NgramProposer, PredictionProposer
-from specdec.protocol.report import Delta, Finished, Started
+from specdec.protocol.report import Delta, Finished, Moved, Started
 from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculativePolicy
 from specdec.protocol.session import Session
 from specdec.protocol.suffix_store import STORED_TOKEN_BYTES, SuffixProposer, SuffixStore
 from specdec.protocol.tree_shape import path_count_max
-from specdec.protocol.types import CacheSize, FinishReason, Proposer, ResolvedSamplingParams, Rule
-from tests.simulation.clock import Clock, Violation
-from tests.simulation.model import VOCABULARY_SIZE
-from tests.simulation.network import SimulatedReplica
+from specdec.protocol.types import Description, FinishReason, Proposer, ResolvedSamplingParams, Rule
+from tests.simulation.clock import Clock, Loop, Violation
+from tests.simulation.model import FINGERPRINT, VOCABULARY_SIZE
+from tests.simulation.network import SimulatedLink
 from tests.simulation.wandering import WanderingPolicy
 
 RETRY_S = 0.15
@@ -43,7 +44,7 @@ READ_S = 0.002
 EARLIER_LENGTH = 600
 STORE_BYTES_MAX = 3 * EARLIER_LENGTH * STORED_TOKEN_BYTES // 2  # the text of another order does not fit beside it
 SETTINGS = CoordinatorSettings(
-    target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto", suffix_store_mb=1
+    target=("localhost:1",), draft=("localhost:2",), tokenizer="none", speculation_policy="auto", suffix_store_mb=1
 )
 
 
@@ -68,17 +69,20 @@ class Order:
     proposers: tuple[Proposer, ...] = ()
     prediction: tuple[int, ...] = ()
 
-    def policy_of(self, attempt: int, fleet: Fleet) -> Policy:
-        """The policy of one generation."""
-        if self.policy is Choosing.AUTO:
-            sampling = SamplingParams(
-                temperature=0.0 if self.rule is Rule.GREEDY else 1.0,
-                seed=self.seed if self.rule is Rule.COUPLED else None,
-            )
-            own = SpeculativePolicy(rule=self.rule)
-            request = GenerationRequest(token_ids=self.prompt, sampling=sampling, speculative=own)
-            return fleet.choose(request, 1).policy
-        return WanderingPolicy(self.seed + 1000 * attempt) if self.policy is Choosing.WANDERING else self.policy
+    def request(self) -> GenerationRequest:
+        """The request as a client sends it."""
+        sampling = SamplingParams(
+            temperature=0.0 if self.rule is Rule.GREEDY else 1.0, seed=self.seed if self.rule is Rule.COUPLED else None
+        )
+        return GenerationRequest(
+            token_ids=self.prompt, sampling=sampling, speculative=SpeculativePolicy(rule=self.rule)
+        )
+
+    def policy_of(self, attempt: int) -> Policy | None:
+        """The policy of one generation; None for the service's own."""
+        if self.policy is Choosing.WANDERING:
+            return WanderingPolicy(self.seed + 1000 * attempt)
+        return None if self.policy is Choosing.AUTO else self.policy
 
     def params(self, attempt: int) -> ResolvedSamplingParams:
         """The resolved sampling parameters; without a seed each attempt draws another."""
@@ -102,45 +106,6 @@ class Output:
         return Appended(("x",) * count, Ending(reason) if self.count == self.output_length else None)
 
 
-@dataclass(slots=True)
-class Timer:
-    """A timer of the event loop."""
-
-    function: Callable[[WaitExpired], None] | None
-
-    def run(self, expired: WaitExpired) -> None:
-        """Its time has come."""
-        if self.function is not None:
-            self.function(expired)
-
-    def cancel(self) -> None:
-        """As `asyncio.TimerHandle.cancel`."""
-        self.function = None
-
-
-@dataclass(slots=True)
-class Loop:
-    """The event loop of one generation. `wait_ends_s`: when each wait for draft tokens is over, by its index."""
-
-    clock: Clock
-    wait_ends_s: dict[int, float] = field(default_factory=dict)
-
-    def call_later(self, delay_s: float, function: Callable[..., None], expired: WaitExpired) -> Timer:
-        """As an event loop's; a generation has no other timers than its waits."""
-        self.wait_ends_s[expired.wait_index] = self.clock.now_s + delay_s
-        timer = Timer(function)
-        self.clock.call_later(delay_s, timer.run, expired)
-        return timer
-
-    def call_soon(self, function: Callable[..., None], *values: Any) -> None:
-        """As an event loop's: after all that is due at this moment."""
-        self.clock.call_later(0.0, function, *values)
-
-    def time(self) -> float:
-        """As an event loop's."""
-        return self.clock.now_s
-
-
 def earlier_text(order: Order) -> list[int]:
     """A text that was generated before. After a token come three others only, so that half of all neighbours stay
     unknown, and nearly every run of four of the known ones stands in it."""
@@ -150,22 +115,54 @@ def earlier_text(order: Order) -> list[int]:
     return text
 
 
+class Observed(Generation):
+    """A generation; `told(event)` is called with every event before it takes it."""
+
+    def __init__(self, *arguments: Any, told: Callable[[Event], None], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._told = told
+
+    def take(self, event: Event, byte_count: int = 0) -> None:
+        self._told(event)
+        super().take(event, byte_count)
+
+
+class ObservedStatistics(RequestStatistics):
+    """The statistics of a generation; `on_failed(error)` is called with the error that ends it."""
+
+    def __init__(self, on_failed: Callable[[SpecdecError], None]) -> None:
+        super().__init__(CoordinatorMetrics(), NO_TRACE, "")
+        self._on_failed = on_failed
+
+    def failed(self, error: SpecdecError) -> None:
+        self._on_failed(error)
+        super().failed(error)
+
+
 @dataclass(slots=True, eq=False)
 class Coordinator:
-    """One coordinator process: its links and its running generations."""
+    """One coordinator process: its fleet and its running generations."""
 
     clock: Clock
-    target: SimulatedReplica
-    draft: SimulatedReplica
     watch: Any  # sees every session from its birth: ledger.Ledger
+    wait_s: float
+    loop: Loop = field(init=False)
+    fleet: Fleet = field(init=False)
+    links: list[SimulatedLink] = field(default_factory=list)
     numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
     generations: dict[int, Generation] = field(default_factory=dict)
-    fleet: Fleet = field(default_factory=lambda: Fleet(SETTINGS, "", lambda: None))
     is_alive: bool = True
-    target_cache: CacheSize | None = None
 
     def __post_init__(self) -> None:
+        self.loop = Loop(self.clock)
+        self.fleet = Fleet(SETTINGS, FINGERPRINT, lambda: None)
         self.fleet.store = SuffixStore(STORE_BYTES_MAX)
+
+    def start(self) -> None:
+        """Its event loop is the running one from now on, and its pools connect their members."""
+        asyncio._set_running_loop(self.loop)
+        self.fleet.targets.start()
+        self.fleet.drafts.start()
 
     def _proposers(self, order: Order, committed: list[int]) -> list[LocalProposer]:
         """The coordinator's own proposers of an order."""
@@ -184,14 +181,18 @@ class Coordinator:
 
     def generate(self, order: Order, output: list[int], attempt: int) -> Generation:
         """Admits a request, with the tokens it resumes after. Raises SpecdecError while there is no target."""
-        self.target.usable()
-        number = next(self.numbers)
+        fleet, number = self.fleet, next(self.numbers)
+        model = fleet.served()
+        if model is None:
+            raise ReplicaUnavailable("no target")
         text = Output(order.output_length, order.max_tokens)
         resumed = text.append(tuple(output))
         params = order.params(attempt)
         committed = [*order.prompt, *output]
         length_max = len(order.prompt) + order.max_tokens
-        policy = order.policy_of(attempt, self.fleet)
+        choice = fleet.choose(order.request(), number, model, length_max)
+        policy = order.policy_of(attempt) or choice.policy
+        choice = replace(choice, policy=policy, proposers=frozenset(order.proposers))
         session = Session(
             number,
             params,
@@ -200,21 +201,24 @@ class Coordinator:
             policy,
             committed,
             proposers=self._proposers(order, committed),
-            path_max=path_count_max(self.target_cache, length_max, policy.draft_length_cap),
+            path_max=path_count_max(choice.model.cache, length_max, policy.draft_length_cap),
             asks_heads=Proposer.HEADS in order.proposers,
         )
-        choice = Choice(self.target, self.draft, params.rule, "", policy, frozenset(order.proposers))
+        watched = self.watch.on_session(self, session, order)
+        request = ObservedStatistics(watched.moves.failed)
         started = Started("", params.seed, params.rule, len(order.prompt), order.max_tokens)
-        request = RequestStatistics(CoordinatorMetrics(), NO_TRACE, "")
-        loop = Loop(self.clock)
-        asyncio._set_running_loop(loop)
-        try:
-            generation = Generation(session, text, started, choice, self.fleet, request)
-        finally:
-            asyncio._set_running_loop(None)
+        generation = Observed(
+            session,
+            text,
+            started,
+            choice,
+            fleet,
+            request,
+            target_wait_s=self.wait_s,
+            told=watched.moves.told,
+        )
+        watched.moves.begin(generation, request.statistics)
         self.generations[number] = generation
-        self.watch.statistics.append(request.statistics)
-        self.watch.on_session(self, session, order, loop.wait_ends_s)
         generation.begin(resumed.ending)
         return generation
 
@@ -226,20 +230,23 @@ class Coordinator:
     def crash(self) -> None:
         """The process is gone; only the peers of its connections notice."""
         self.is_alive = False
+        self.loop.is_gone = True
         self.generations.clear()
-        self.target.crash()
-        self.draft.crash()
+        for link in self.links:
+            link.crash()
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """Reads one text to its end. `on_tokens(self)` is called after each delta."""
+    """Reads one text to its end. `watch` is told of each delta; `profile`: the numerics that it was told of last."""
 
     clock: Clock
     order: Order
     current_coordinator: Callable[[], Coordinator]
-    on_tokens: Callable[[Client], None]
+    watch: Any
     output: list[int] = field(default_factory=list)
+    checked_count: int = 0
+    profile: Description | None = None
     attempt: int = 0
     coordinator: Coordinator | None = None
     generation: Generation | None = None
@@ -249,12 +256,13 @@ class Client:
     def request(self) -> None:
         """Sends the request, repeatedly until it is admitted."""
         coordinator = self.current_coordinator()
-        if not coordinator.is_alive or not coordinator.target.is_up:
+        if not coordinator.is_alive or not coordinator.fleet.targets.up():
             self.clock.is_remote = True
             self.clock.call_later(RETRY_S, self.request)
             return
         self.coordinator = coordinator
         self.generation = coordinator.generate(self.order, self.output, self.attempt)
+        self.profile = self.generation._model  # as `started` says
         self.attempt += 1
 
     def look(self) -> None:
@@ -288,21 +296,28 @@ class Client:
             event = generation._undelivered.popleft()
             if isinstance(event, Delta):
                 self._take(event)
+            elif isinstance(event, Moved):
+                self._move(event)
             elif isinstance(event, Finished):
                 self._finish(event)
                 return
-            elif isinstance(event, (ReplicaUnavailable, CacheExhausted)):
+            elif isinstance(event, Exception):  # one that it may end with: moves.Moves.failed
                 self.coordinator.end(generation)
                 self._request_again()
                 return
-            elif isinstance(event, Exception):
-                raise Violation(f"a request failed: {event!r}")
 
     def _take(self, delta: Delta) -> None:
         if delta.first_output_index != len(self.output):
             raise Violation(f"a delta begins at {delta.first_output_index} after {len(self.output)} tokens")
         self.output += delta.token_ids
-        self.on_tokens(self)
+        self.watch.on_tokens(self)
+
+    def _move(self, moved: Moved) -> None:
+        if moved.first_output_index != len(self.output):
+            raise Violation(f"other numerics from {moved.first_output_index} on, after {len(self.output)} tokens")
+        if moved.target.numerics == self.profile.numerics:
+            raise Violation("other numerics are announced that are the same")
+        self.profile = moved.target
 
     def _finish(self, event: Finished) -> None:
         if len(self.output) != self.order.output_length:

@@ -12,13 +12,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specdec.protocol.items import Close, Open
+from specdec.protocol.items import Close, Open, Verification, VerificationResult
 from tests.simulation.network import SILENT_S, Carriage, Stream
 from tests.simulation.replica import Process
 
 CARRIED = Carriage()
 LOST = Carriage(is_lost=True)
 PATIENCE = 4  # points at which a fault may have no effect before another is tried
+OVERDUE_S = 6.0  # an answer is overdue by then: Deadlines, with the bounds of schedule.made_repeatable
+GRACES_S = (0.02, 0.1, 0.5, 2.0)
 LASTING_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.2, 0.8, 1.1 * SILENT_S, 2 * SILENT_S)
 
 
@@ -32,7 +34,12 @@ class Fault(enum.Enum):
     REPLY_LOST = "the connection is lost with an answer"
     CRASH_BEFORE = "a process dies before an item, or a step, is done"
     CRASH_AFTER = "a process dies after it, before its answer leaves"
-    CRASH_BOTH = "draft and target die"
+    CRASH_ALL = "every target dies, or every draft and target"
+    PURSUE = "the targets that texts go on at die, too"
+    MUTE = "a target never answers a verification"
+    MALFORMED = "a target answers a verification with a row too few"
+    STOP = "a process stops: it says farewell, drains and ends"
+    LEAVE = "a process is no member of its pool for a while"
     FREEZE = "a process stops and goes on later"
     PARTITION = "nothing gets through, and later all of it does, unless the link was given up"
     SLOW = "a process computes many times slower for a while"
@@ -111,6 +118,8 @@ class RandomFaults:
 
 
 FAULTS = tuple(Fault)
+OF_AN_ANSWER = (Fault.MUTE, Fault.MALFORMED)
+SPOILING = (Fault.DUPLICATE, Fault.DELAY, Fault.REORDER, Fault.STALE, Fault.DROP, Fault.REPLY_LOST, *OF_AN_ANSWER)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +129,7 @@ class Faults:
     world: Any
     plan: Plan
     rng: random.Random
+    pursued_count: int = 0  # of the next verifications that leave, each kills its target
     points: list[str] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     healed_s: float = 0.0
@@ -132,10 +142,13 @@ class Faults:
     def on_carry(self, stream: Stream, item: Any, is_request: bool) -> Carriage:
         """An item is about to leave."""
         self.points.append(f"{'ask' if is_request else 'answer'} {type(item).__name__}")
+        if self.pursued_count and isinstance(item, Verification) and stream.process.dies_after is None:
+            self.pursued_count -= 1
+            stream.process.dies_after = item
         fault = self.plan.due(self.point)
         if fault is None:
             return CARRIED
-        if fault in (Fault.DUPLICATE, Fault.DELAY, Fault.REORDER, Fault.STALE, Fault.DROP, Fault.REPLY_LOST):
+        if fault in SPOILING:
             carriage = self._spoil(fault, stream, item, is_request)
         else:
             carriage = self._strike_at_item(fault, stream, item, is_request)
@@ -169,6 +182,8 @@ class Faults:
     def _spoil(self, fault: Fault, stream: Stream, item: Any, is_request: bool) -> Carriage | None:
         """Faults of single items."""
         rng, pipe = self.rng, stream.requests if is_request else stream.answers
+        if fault in OF_AN_ANSWER:
+            return self._spoil_answer(fault, item)
         late_s = rng.choice((0.0, 0.001, 0.01, 0.05, 0.3))
         if fault is Fault.DUPLICATE:
             late_s = 0.0 if isinstance(item, Open) else late_s  # see the package docstring for this limit
@@ -194,6 +209,16 @@ class Faults:
             return LOST
         return None
 
+    def _spoil_answer(self, fault: Fault, item: Any) -> Carriage | None:
+        """Faults of a target's verification results."""
+        if not isinstance(item, VerificationResult):
+            return None
+        self._struck(fault, OVERDUE_S if fault is Fault.MUTE else 0.0, item)
+        if fault is Fault.MUTE:
+            return LOST
+        output = item.output._replace(recovered_token_ids=item.output.recovered_token_ids[1:])
+        return Carriage(instead=item._replace(output=output))
+
     def _strike_at_item(self, fault: Fault, stream: Stream, item: Any, is_request: bool) -> Carriage | None:
         """Faults of processes and links, timed by an item."""
         process, world = stream.process, self.world
@@ -217,10 +242,22 @@ class Faults:
 
     def _strike_anywhere(self, fault: Fault, process: Process) -> None:
         world = self.world
-        if fault is Fault.CRASH_BOTH:
-            self._struck(fault, 0.0, "both")
-            world.crash(world.target)
-            world.crash(world.draft)
+        if fault is Fault.CRASH_ALL:
+            self._struck(fault, 0.0, "all")
+            for each in world.targets if self.rng.random() < 0.5 else world.processes:
+                world.crash(each)
+        elif fault is Fault.PURSUE:
+            self.pursued_count = self.rng.choice((1, 2, 2, 3, 3))
+            self._struck(fault, 0.0, f"the next {self.pursued_count}")
+        elif fault is Fault.STOP:
+            grace_s = self.rng.choice(GRACES_S)
+            if process.is_alive and not process.is_stopping:
+                self._struck(fault, grace_s, process)
+                process.stop(grace_s)
+        elif fault is Fault.LEAVE:
+            for_s = self._while()
+            if world.unlist(process, for_s):
+                self._struck(fault, for_s, process)
         elif fault is Fault.FREEZE:
             for_s = self._while()
             self._struck(fault, for_s, process)
@@ -230,7 +267,7 @@ class Faults:
             self._struck(fault, for_s, process)
             world.slow(process, self.rng.choice((5.0, 30.0, 100.0)), for_s)
         elif fault is Fault.FORGET:
-            chosen = self.rng.choice((process, process, world.draft, world.target))  # a peer may forget meanwhile
+            chosen = self.rng.choice((process, process, *world.processes))  # a peer may forget meanwhile
             names = list(chosen.held) if chosen.is_alive else []
             if names and world.forget(chosen, *self.rng.choice(names), self.rng.random() < 0.5):
                 self._struck(fault, 0.0, chosen)

@@ -14,8 +14,7 @@ from typing import Any
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.verification import VerificationRequest
 from specdec.protocol.heads import HeadToken
-from specdec.protocol.items import Commit, Extend, Nodes, Verification
-from specdec.protocol.report import Statistics
+from specdec.protocol.items import Close, Commit, Extend, Nodes, Open, Verification, VerificationResult
 from specdec.protocol.session import Session
 from specdec.protocol.types import DraftProbs, Proposer, Rule, SamplerOutput, point_mass
 from specdec.target_service import heads as heads_module
@@ -28,8 +27,10 @@ from tests.simulation.model import (
     output_at,
     plain_text,
     proposal_after,
+    table_of,
     verification_paths,
 )
+from tests.simulation.moves import Moves
 from tests.simulation.watched import Path, Watched, is_stale, state_of
 
 Drawn = tuple[int, Path, int, DraftProbs | None]  # seed, path, the token proposed after it, its distribution
@@ -55,12 +56,11 @@ class Ledger:
     reach: dict[tuple, tuple[int, int]] = field(default_factory=dict)
     sent_length: dict[tuple, int] = field(default_factory=dict)
     draws: set[int] = field(default_factory=set)
-    rounds: dict[tuple[int, int], tuple] = field(default_factory=dict)
+    rounds: dict[tuple[int, int, int], tuple] = field(default_factory=dict)
     evaluated: list[Drawn] = field(default_factory=list)
     unsent: dict[Drawn, tuple[Any, int]] = field(default_factory=dict)
-    texts: dict[int, list[int]] = field(default_factory=dict)  # by the seed of the order, which no other order has
     live: list[Watched] = field(default_factory=list)
-    statistics: list[Statistics] = field(default_factory=list)  # of every generation
+    running: list[Moves] = field(default_factory=list)  # of the live sessions, and of some that have ended
     pairs: set[tuple[int, int]] = field(default_factory=set)  # neighbours in any committed or predicted text
     predicted: set[tuple[int, int]] = field(default_factory=set)  # seed, first token of the prediction
     guessing: set[int] = field(default_factory=set)  # seeds of sessions with proposers of the coordinator
@@ -68,11 +68,11 @@ class Ledger:
         default_factory=dict
     )  # by seed and the path of the row
 
-    def on_session(self, coordinator: Any, session: Session, order: Order, wait_ends_s: dict[int, float]) -> None:
+    def on_session(self, coordinator: Any, session: Session, order: Order) -> Watched:
         """A generation begins."""
-        text = None if order.rule is Rule.REJECTION else self.text_of(order)
-        watched = Watched(coordinator, session, order, wait_ends_s, text, len(session.committed))
-        self.sessions[coordinator, session.number] = watched
+        moves = Moves(coordinator, session, self.running)
+        watched = Watched(coordinator, session, order, moves, self.table, len(session.committed))
+        self.sessions[coordinator.loop, session.number] = watched
         self.live.append(watched)
         self.pairs.update(pairwise(session.committed))
         self.pairs.update(pairwise(order.prediction))
@@ -81,6 +81,8 @@ class Ledger:
         self.predicted.update((session.params.seed, token) for token in order.prediction[:1])
         if session.proposers:
             self.guessing.add(session.params.seed)
+        self.running[:] = [own.moves for own in self.live]
+        return watched
 
     def check_sessions(self, now_s: float) -> None:
         """After every event; a session that has ended is looked at once more."""
@@ -91,15 +93,15 @@ class Ledger:
         self.live = [watched for watched in self.live if not watched.session.finished]
 
     def sampler(
-        self, requests: Sequence[VerificationRequest], counts: Sequence[int], rows: CachedRows
+        self, table: int, requests: Sequence[VerificationRequest], counts: Sequence[int], rows: CachedRows
     ) -> list[SamplerOutput]:
-        """The sampler of the target's engine. A round always has one content and one answer."""
+        """The sampler of a target's engine. A round always has one content, and one answer of equal numerics."""
         results, start = [], 0
         for request, count in zip(requests, counts):
             paths = cached_paths(rows[start : start + count], verification_paths(request))
             start += count
-            found = output_at(self.table, request, paths)
-            name = request.params.seed, request.round_index
+            found = output_at(table, request, paths)
+            name = request.params.seed, request.round_index, table
             tree = request.draft_token_ids, request.draft_probs, request.parents
             content = tuple(request.committed), *tree
             if request.params.rule is Rule.REJECTION and self.rounds.setdefault(name, (content, found)) != (
@@ -126,14 +128,14 @@ class Ledger:
         return found
 
     def propose(
-        self, payloads: Sequence[Sequence[ProposalRequest]], counts: Sequence[int], rows: CachedRows
+        self, draft: int, payloads: Sequence[Sequence[ProposalRequest]], counts: Sequence[int], rows: CachedRows
     ) -> list[list[Proposal]]:
-        """The sampler of the draft's engine. Every proposal is recorded, and must be sent."""
+        """The sampler of the engine of a draft model. Every proposal is recorded, and must be sent."""
         results = []
         requests = [request for payload in payloads for request in payload]
         paths = cached_paths(rows, [request.path for request in requests])
         for request, path in zip(requests, paths):
-            proposal = proposal_after(self.table, request, path)
+            proposal = proposal_after(self.table, draft, request, path)
             if not self.draws.isdisjoint(request.draws):
                 raise Violation(f"a draw after {path} was used before")
             self.draws.update(request.draws)
@@ -165,7 +167,7 @@ class Ledger:
         self.unsent.clear()
 
     def _on_nodes(self, stream: Any, nodes: Nodes) -> None:
-        watched = self.sessions[stream.replica.coordinator, nodes.session]
+        watched = self.sessions[stream.link.loop, nodes.session]
         name = stream, nodes.session, nodes.incarnation
         root = tuple(watched.session.committed[: nodes.root_length])
         for node in nodes.nodes:
@@ -185,11 +187,16 @@ class Ledger:
         """The coordinator sends an item."""
         name = stream, item.session, item.incarnation
         self._check_known(name, item)
+        moves = self.sessions[stream.link.loop, item.session].moves
+        if isinstance(item, Open):
+            moves.opened(stream)
+        elif isinstance(item, Close):
+            moves.closed(stream)
         if isinstance(item, Commit):
             length, window = self.reach.get(name, (0, 0))
             self.reach[name] = max(length, item.committed_length), max(window, item.window)
         elif isinstance(item, Verification):
-            watched = self.sessions[stream.replica.coordinator, item.session]
+            watched = self.sessions[stream.link.loop, item.session]
             watched.check_requested(item)
             path = tuple(watched.session.committed)
             self.check_offer(watched.session.params.seed, path, item.draft_token_ids, item.draft_probs, item.parents)
@@ -221,10 +228,15 @@ class Ledger:
             paths.append((*before, token))
 
     def deliver(self, stream: Any, answer: Any, hand_over: Callable[[], None]) -> None:
-        """Hands an answer to its session. A stale one changes nothing, and no node replaces another."""
-        watched = self.sessions[stream.replica.coordinator, answer.session]
-        session = watched.session
-        if is_stale(session, stream.replica.process.traits.is_draft, answer):
+        """Hands an answer to its session. A stale one, or one of a replica that the text has left, changes nothing, and
+        no node replaces another."""
+        watched = self.sessions.get((stream.link.loop, answer.session))
+        if watched is None:
+            hand_over()
+            return
+        session, is_draft = watched.session, stream.process.traits.is_draft
+        own = watched.moves.generation._draft if is_draft else watched.moves.generation._target
+        if own.link is not stream.link or is_stale(session, is_draft, answer):
             before = state_of(session)
             hand_over()
             if state_of(session) != before:
@@ -236,6 +248,8 @@ class Ledger:
             if any(node.alive and node.proposal is not proposal for node, proposal in proposals):
                 raise Violation(f"{answer} replaced a proposal child of session {session.number}")
         else:
+            if isinstance(answer, VerificationResult):
+                watched.table = stream.process.traits.table
             hand_over()
 
     def names_of(self, stream: Any, nodes: Nodes) -> list[Path]:
@@ -244,18 +258,12 @@ class Ledger:
         return [self.names[*name, node.node_id] for node in nodes.nodes]
 
     def on_tokens(self, client: Client) -> None:
-        """A client has read tokens."""
-        order = client.order
+        """A client has read tokens: those of plain decoding, with the numerics that it was told of."""
+        order, length = client.order, len(client.output)
         if order.rule is not Rule.REJECTION:
-            start = len(order.prompt)
-            expected = self.text_of(order)[start : start + len(client.output)]
-            if client.output != expected:
-                raise Violation(f"a client reads {client.output}, plain decoding is {expected}")
-
-    def text_of(self, order: Order) -> list[int]:
-        """Prompt and output of plain decoding, as far as a session can hold."""
-        text = self.texts.get(order.seed)
-        if text is None:
-            text = plain_text(self.table, order.params(0), order.prompt, len(order.prompt) + order.max_tokens)
-            self.texts[order.seed] = text
-        return text
+            start, table = client.checked_count, table_of(self.table, client.profile)
+            before = [*order.prompt, *client.output[:start]]
+            expected = plain_text(table, order.params(0), before, len(order.prompt) + length)
+            if [*order.prompt, *client.output] != expected:
+                raise Violation(f"a client reads {client.output}, plain decoding goes on {expected[len(before) :]}")
+        client.checked_count = length

@@ -22,21 +22,30 @@ from specdec.decoding.verification import VerificationRequest
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals, HeadToken
 from specdec.protocol.noise import UNIFORM_BITS, Lane, hash64, uniform_bits
-from specdec.protocol.types import Description, DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import CacheSize, Description, DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
 from tests.simulation.clock import Clock, Violation
 from tests.support.plain_noise import gumbel
 
 VOCABULARY_SIZE = 6
 BEFORE = VOCABULARY_SIZE  # the token before the text
 HEAD_COUNT = 3
+FINGERPRINT = "table"
+PROFILE = 64  # tables of one profile; those of another have other weights in some contexts, as rounding does
+DEVIATION = 0.1  # share of these contexts
 AGREEMENT = 0.7  # share of contexts in which the draft's weights resemble the target's
 TOKEN_IDS = tuple(range(VOCABULARY_SIZE))
 NO_NOISE = (0.0,) * VOCABULARY_SIZE
 
 
-def describe(positions_max: int) -> Description:
-    """The description of a replica with a table model."""
-    return Description("table", "table", "table", VOCABULARY_SIZE, positions_max, (), "integer", "cpu", "")
+def describe(positions_max: int, model: str, profile: int = 0, cache_size: CacheSize | None = None) -> Description:
+    """The description of a replica with a table model, in a numerics profile."""
+    names = f"digest of {model}", FINGERPRINT, model
+    return Description(*names, VOCABULARY_SIZE, positions_max, (), "integer", "cpu", f"{profile}", cache=cache_size)
+
+
+def table_of(table: int, description: Description) -> int:
+    """The table by which a target of this profile decides, where profile 0 decides by `table`."""
+    return table + PROFILE * int(description.libraries)
 
 
 @cache
@@ -55,20 +64,23 @@ def likeliest_after(table: int) -> dict[tuple[int, int], int]:
 
 
 @cache
-def weights_after(table: int, is_draft: bool, before: int, last: int) -> tuple[int, ...]:
-    """The weights of the next token; drafts agree with their target in most contexts."""
+def weights_after(table: int, draft: int, before: int, last: int) -> tuple[int, ...]:
+    """The weights of the next token, of the target (`draft` 0) or of a draft model, which agrees with it in most
+    contexts."""
     context = before * (VOCABULARY_SIZE + 1) + last
-    strays = is_draft and hash64(table, Lane.DRAFT, context, 99) % 1000 >= 1000 * AGREEMENT
-    source = table + 1000 * strays
-    weights = [7 * is_draft + 1 + (hash64(source, Lane.NEXT, context, token) % 14) ** 2 for token in TOKEN_IDS]
+    if table >= PROFILE and hash64(table, Lane.DRAFT, context, 98) % 1000 >= 1000 * DEVIATION:
+        table %= PROFILE
+    strays = draft and hash64(table, Lane.DRAFT, context, 98 + draft) % 1000 >= 1000 * AGREEMENT
+    source = table + 1000 * bool(strays)
+    weights = [7 * bool(draft) + 1 + (hash64(source, Lane.NEXT, context, token) % 14) ** 2 for token in TOKEN_IDS]
     if not strays:
         weights[likeliest_after(table).get((before, last), 0)] += 700
     return tuple(weights)
 
 
-def weights_of(table: int, is_draft: bool, tokens: Sequence[int]) -> tuple[int, ...]:
+def weights_of(table: int, draft: int, tokens: Sequence[int]) -> tuple[int, ...]:
     """The weights of the token after `tokens`, of which there is at least one."""
-    return weights_after(table, is_draft, tokens[-2] if len(tokens) > 1 else BEFORE, tokens[-1])
+    return weights_after(table, draft, tokens[-2] if len(tokens) > 1 else BEFORE, tokens[-1])
 
 
 @lru_cache(maxsize=1 << 16)
@@ -113,10 +125,10 @@ def residual(weights: Sequence[int], row: DraftProbs) -> list[int]:
 
 
 def plain_text(table: int, params: ResolvedSamplingParams, prompt: Sequence[int], length: int) -> list[int]:
-    """Prompt and output of plain decoding, without any draft; GREEDY and COUPLED only."""
+    """`prompt` continued to `length` tokens by plain decoding, without any draft; GREEDY and COUPLED only."""
     tokens = list(prompt)
     while len(tokens) < length:
-        tokens.append(ranked(params, weights_of(table, False, tokens), len(tokens))[0])
+        tokens.append(ranked(params, weights_of(table, 0, tokens), len(tokens))[0])
     return tokens
 
 
@@ -138,10 +150,10 @@ def output_at(table: int, request: VerificationRequest, paths: Sequence[Sequence
     """SamplerOutput for a request whose row i comes after `paths[i]`."""
     params = request.params
     if params.rule is not Rule.REJECTION:
-        return SamplerOutput(tuple(ranked(params, weights_of(table, False, path), len(path))[0] for path in paths))
+        return SamplerOutput(tuple(ranked(params, weights_of(table, 0, path), len(path))[0] for path in paths))
     recovered, probs = [], [0.0] * len(request.draft_token_ids)
     for path, following in zip(paths, children_of(request)):
-        masses: Sequence[int] = weights_of(table, False, path)
+        masses: Sequence[int] = weights_of(table, 0, path)
         tested: list[int] = []
         for index in following:
             token = request.draft_token_ids[index]
@@ -157,7 +169,7 @@ def round_tokens(table: int, request: VerificationRequest) -> list[int]:
     tokens, params, following = list(request.committed), request.params, children_of(request)
     row = 0
     while True:
-        masses: Sequence[int] = weights_of(table, False, tokens)
+        masses: Sequence[int] = weights_of(table, 0, tokens)
         tested: list[int] = []
         for rank, index in enumerate(following[row]):
             token, probs = request.draft_token_ids[index], without(request.draft_probs[index], tested)
@@ -179,7 +191,7 @@ def heads_after(table: int, path: Sequence[int]) -> tuple[tuple[HeadToken, ...],
     head errs. As heads do, they depend on the row's path alone, not on the token that the round puts after it."""
     text, heads = list(path[-2:]), []
     for head in range(HEAD_COUNT + 1):
-        order = _ranked(weights_of(table, False, text), NO_NOISE)
+        order = _ranked(weights_of(table, 0, text), NO_NOISE)
         text.append(order[0])
         errs = hash64(table, Lane.DRAFT, path[-1] * VOCABULARY_SIZE + order[0], 500 + head) % 1000 >= 1000 * AGREEMENT
         heads.append(tuple(HeadToken(token, 100) for token in order[errs : errs + HEAD_CANDIDATES]))
@@ -290,9 +302,9 @@ def verification_paths(request: VerificationRequest) -> list[list[int]]:
     return paths
 
 
-def proposal_after(table: int, request: ProposalRequest, path: Sequence[int]) -> Proposal:
-    """The draft's proposal for the token after `path`, and its guesses at others."""
-    params, weights = request.params, weights_of(table, True, path)
+def proposal_after(table: int, draft: int, request: ProposalRequest, path: Sequence[int]) -> Proposal:
+    """The proposal of a draft model for the token after `path`, and its guesses at others."""
+    params, weights = request.params, weights_of(table, draft, path)
     total = sum(weights)
     order = ranked(params, weights, len(path))
     row = None

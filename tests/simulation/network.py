@@ -1,26 +1,28 @@
-"""The two links on virtual time, with every fault of the items they carry.
+"""The links on virtual time, with every fault of the items they carry.
 
 A stream is one connection: two pipes, first in first out unless a fault says otherwise. gRPC gives exactly that order;
 the fences promise more, so single items are doubled, held back and overtaken here too. Close alone is never overtaken:
 the protocol does not cover an item that arrives after its Close. A stream can be lost on one side before
-the other; items under way are lost then. `SimulatedReplica` is a generation's view of it.
+the other; items under way are lost then. `SimulatedLink` stands for the link of a real `Peer`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-from specdec.errors import SpecdecError
-from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
+from specdec.errors import ReplicaUnavailable
 from specdec.protocol.items import Close, Nodes
-from specdec.protocol.types import Rule
-from tests.simulation.clock import Clock, Violation
+from specdec.protocol.types import Description
+from specdec.rpc.link import CLOSED
+from tests.simulation.clock import Clock
 from tests.simulation.replica import Process
 
 SILENT_S = 3.0  # a peer silent for this long counts as dead (specdec/rpc/link.py)
 BEHIND_S = 1e-6  # keeps the last item behind the rest despite rounding
+NO_NODES = Nodes(0, 0, 0, 0, ())
 RECONNECT_S = 0.01  # a tenth of the real one, so that a draft takes part in more of a short text
 
 
@@ -49,13 +51,27 @@ class Carriage:
     is_lost: bool = False
     held_s: float = 0.0
     copies_s: tuple[float, ...] = ()
+    instead: Any = None  # this item arrives in its place
+
+
+class Carrying(Protocol):
+    """Who is told of items: the world."""
+
+    def on_carry(self, stream: Stream, item: Any, is_request: bool) -> Carriage:
+        """An item leaves."""
+
+    def on_arrive(self, stream: Stream, item: Any, is_request: bool) -> None:
+        """An item arrives."""
+
+    def deliver(self, stream: Stream, answer: Any, load: tuple[int, float]) -> None:
+        """An answer is handed to the coordinator: calls `SimulatedLink.on_answer`."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Stream:
     """One connection of a coordinator to a process; a session on a process belongs to it."""
 
-    replica: SimulatedReplica
+    link: SimulatedLink
     process: Process
     life: int
     requests: Pipe
@@ -68,9 +84,9 @@ class Stream:
 
     def send(self, item: Any) -> None:
         """The coordinator sends an item."""
-        carriage = self.replica.on_carry(self, item, True)
+        carriage = self.link.carrying.on_carry(self, item, True)
         if self.is_open and self.is_served and not carriage.is_lost:
-            clock = self.replica.clock
+            clock = self.link.clock
             delay_s = self.requests.arrival_s(clock.now_s, item, carriage.held_s) - clock.now_s
             for extra_s in (0.0, *carriage.copies_s):
                 self.requests.last_s = max(self.requests.last_s, clock.now_s + delay_s + extra_s)
@@ -78,27 +94,28 @@ class Stream:
 
     def _take(self, item: Any) -> None:
         if self.is_served:
-            self.replica.on_arrive(self, item, True)
+            self.link.carrying.on_arrive(self, item, True)
             if self.process.is_alive:
                 self.process.take(self, item)
 
     def send_answer(self, answer: Any) -> None:
         """The process answers."""
-        carriage = self.replica.on_carry(self, answer, False)
+        carriage = self.link.carrying.on_carry(self, answer, False)
         if self.is_open and self.is_served and not carriage.is_lost:
-            clock = self.replica.clock
+            clock, load = self.link.clock, self.process.load
+            answer = carriage.instead or answer
             delay_s = self.answers.arrival_s(clock.now_s, answer, carriage.held_s) - clock.now_s
             for extra_s in (0.0, *carriage.copies_s):
-                clock.call_later(delay_s + extra_s, self._take_answer, answer)
+                clock.call_later(delay_s + extra_s, self._take_answer, answer, load)
 
-    def _take_answer(self, answer: Any) -> None:
+    def _take_answer(self, answer: Any, load: tuple[int, float]) -> None:
         if self.is_open:
-            self.replica.on_arrive(self, answer, False)
-            self.replica.on_answer(self, answer)
+            self.link.carrying.on_arrive(self, answer, False)
+            self.link.carrying.deliver(self, answer, load)
 
     def block(self, for_s: float) -> None:
         """Nothing gets through, either way, for a while; a long silence is noticed at the coordinator."""
-        now_s = self.replica.clock.now_s
+        now_s = self.link.clock.now_s
         for pipe in (self.requests, self.answers):
             pipe.next_s = max(pipe.next_s, now_s + for_s)
         if for_s >= SILENT_S:
@@ -106,19 +123,19 @@ class Stream:
 
     def lose(self, here_in_s: float, there_in_s: float) -> None:
         """The connection is lost; coordinator and process notice after the given seconds."""
-        self.replica.clock.call_later(here_in_s, self.close_here, "lost")
+        self.link.clock.call_later(here_in_s, self.close_here, "lost")
         self.process.later(there_in_s, self.close_there)
 
     def on_process_gone(self) -> None:
         """The process died; its machine lives and says so at once."""
         self.is_served = False
-        self.replica.clock.call_later(self.answers.latency_s, self.close_here, "the process is gone")
+        self.link.clock.call_later(self.answers.latency_s, self.close_here, "the process is gone")
 
     def close_here(self, reason: str) -> None:
         """The coordinator notices; idempotent."""
         if self.is_open:
             self.is_open = False
-            self.replica.on_lost(self, reason)
+            self.link.on_lost(self, reason)
 
     def close_there(self) -> None:
         """The process notices; idempotent."""
@@ -127,107 +144,125 @@ class Stream:
             self.process.close_stream(self)
 
 
-@dataclass(slots=True, eq=False)
-class SimulatedReplica:
-    """A replica as a coordinator sees it: coordinator/peers.py and specdec/rpc/link.py on virtual time.
+@dataclass(slots=True)
+class Message:
+    """A message with one item, which is not encoded: its only byte stands for it."""
 
-    `on_carry(stream, item, is_request)` is called for every item that leaves, `on_arrive` for every one that arrives.
-    """
+    item: Any
 
-    clock: Clock
-    process: Process
-    latency_s: float
-    on_carry: Callable[[Stream, Any, bool], Carriage]
-    on_arrive: Callable[[Stream, Any, bool], None]
-    coordinator: Any = None
-    is_gone: bool = False  # the coordinator itself crashed
-    stream: Stream | None = None
-    blocked_until_s: float = 0.0
-    listeners: dict[int, Any] = field(default_factory=dict)
+    def __len__(self) -> int:
+        return 1
 
-    def measure_step(self, nodes: Nodes, rule: Rule, byte_count: int) -> None:
-        """As `Draft.measure_step`, for the policy of the coordinator."""
-        self.measure_network()
-        self.coordinator.fleet.draft.measure_step(nodes, rule, byte_count)
+    @property
+    def nodes(self) -> Any:
+        """The nodes in it."""
+        return self.item if isinstance(self.item, Nodes) else NO_NODES
 
-    def measure_network(self) -> None:
-        """As `Draft.measure_network`, by the latency of this link."""
-        for times in self.coordinator.fleet.draft.times.values():
-            times.on_network(2 * self.latency_s)
+
+class Times(NamedTuple):
+    """Stands for `specdec.rpc.stamps.Stamps`."""
+
+    network_s: float
+
+
+class SimulatedLink:
+    """`specdec.rpc.link.Link` on virtual time. `carrying` is told of every item that leaves and arrives."""
+
+    def __init__(self, carrying: Carrying, process: Process, latency_s: float, *callbacks: Callable[..., None]) -> None:
+        self.process = process
+        self.carrying = carrying
+        self.loop: Any = asyncio.get_running_loop()
+        self.clock: Clock = self.loop.clock
+        self.latency_s = latency_s
+        self.stream: Stream | None = None
+        self.stamps = Times(2 * latency_s)
+        self.load: tuple[int, float] | None = None
+        self.load_count = 0
+        self.blocked_until_s = 0.0
+        self._is_wanted = False
+        self._on_up, self._on_items, self._on_down = callbacks
 
     @property
     def is_up(self) -> bool:
-        """Whether it may be used."""
+        """As `Link.is_up`."""
         return self.stream is not None
 
-    def connect(self) -> None:
-        """Tries until a connection stands; a stream and a description take a round trip each."""
+    async def run(self) -> None:
+        """As `Link.run`."""
+        self._is_wanted = True
+        self._connect()
+        try:
+            await self.loop.create_future()
+        except asyncio.CancelledError:
+            self._is_wanted = False
+            if self.stream is not None:
+                self._close(self.stream)
+                self._on_down(CLOSED)
+            raise
+
+    def send(self, message: Message, is_timed: bool = False) -> bool:
+        """As `Link.send`."""
+        if self.stream is not None:
+            self.stream.send(message.item)
+        return self.stream is not None
+
+    async def ask(self, method: str, request: Any, response_class: type, timeout_s: float) -> Description:
+        """As `Link.ask`: the description of the process at the other end. A lost connection cancels it."""
+        if self.stream is None:
+            raise ReplicaUnavailable("not connected")
+        answer, stream = self.loop.create_future(), self.stream
+
+        def take() -> None:
+            if not answer.done() and stream.is_open and not self.loop.is_gone:
+                answer.set_result(self.process.description)
+
+        delay_s = max(self.latency_s, stream.answers.next_s - self.clock.now_s)
+        self.process.later(self.latency_s, lambda: self.clock.call_later(delay_s, take))
+        found: Description = await answer
+        return found
+
+    def _connect(self) -> None:
+        """Tries until a connection stands, which takes a round trip."""
         process = self.process
-        if self.is_gone:
+        if self.loop.is_gone or not self._is_wanted:
             return
-        if process.is_alive and not process.is_frozen and self.clock.now_s >= self.blocked_until_s:
-            self.clock.call_later(4 * self.latency_s, self._connected, process.life)
+        if self._is_reachable():
+            self.clock.call_later(2 * self.latency_s, self._connected, process.life)
         else:
             self.clock.is_remote = True
-            self.clock.call_later(10 * RECONNECT_S, self.connect)
+            self.clock.call_later(10 * RECONNECT_S, self._connect)
+
+    def _is_reachable(self) -> bool:
+        process = self.process
+        is_there = process.is_alive and not process.is_frozen and not process.is_stopping
+        return is_there and self.clock.now_s >= self.blocked_until_s
 
     def _connected(self, life: int) -> None:
         process = self.process
-        if process.life != life or process.is_frozen or self.is_gone or self.clock.now_s < self.blocked_until_s:
-            self.connect()
+        if process.life != life or not self._is_reachable() or self.loop.is_gone or not self._is_wanted:
+            self._connect()
             return
         self.stream = Stream(self, process, life, Pipe(self.latency_s), Pipe(self.latency_s))
         process.streams.append(self.stream)
-        if process.traits.is_draft:
-            self._tell_all(DraftFound())
-
-    def _tell_all(self, event: Event) -> None:
-        for listener in list(self.listeners.values()):
-            listener.take(event)
+        self._on_up()
 
     def on_lost(self, stream: Stream, reason: str) -> None:
         """A connection is over; another is made."""
         if self.stream is stream:
             self.stream = None
-            self.clock.call_later(RECONNECT_S, self.connect)
-            self._tell_all(DraftLost() if self.process.traits.is_draft else TargetLost())
+            self.clock.call_later(RECONNECT_S, self._connect)
+            self._on_down(reason)
 
-    def on_answer(self, stream: Stream, answer: Any) -> None:
-        """Hands an answer to its generation, under the eyes of the ledger."""
-        listener = self.listeners.get(answer.session)
-        if listener is not None:
-            event = FromDraft(answer) if self.process.traits.is_draft else FromTarget(answer)
-            self.coordinator.watch.deliver(stream, answer, lambda: listener.take(event))
+    def on_answer(self, answer: Any, load: tuple[int, float]) -> None:
+        """Hands an answer over, with the load that came with it."""
+        self.load, self.load_count = load, self.load_count + 1
+        self._on_items([Message(answer)], 1)
 
     def crash(self) -> None:
         """The coordinator is gone: its connection too, which the process notices."""
-        self.is_gone = True
-        self.listeners.clear()
         if self.stream is not None:
-            stream, self.stream = self.stream, None
-            stream.is_open = False
-            stream.process.later(self.latency_s, stream.close_there)
+            self._close(self.stream)
 
-    def attach(self, session: int, listener: Any) -> None:
-        """As `Peer.attach`."""
-        self.listeners[session] = listener
-
-    def detach(self, session: int) -> None:
-        """As `Peer.detach`."""
-        self.listeners.pop(session, None)
-
-    def send(self, item: Any) -> int:
-        """Sends, or drops while there is no connection; bytes are not counted."""
-        if self.stream is not None:
-            self.stream.send(item)
-        return 0
-
-    def usable(self) -> None:
-        """As `Peer.usable`."""
-        if self.stream is None:
-            raise SpecdecError("not connected")
-
-    def check_idle(self) -> None:
-        """Raises Violation where a generation is still attached."""
-        if self.listeners:
-            raise Violation(f"sessions {list(self.listeners)} are still attached to the {self.process.traits.name}")
+    def _close(self, stream: Stream) -> None:
+        self.stream, stream.is_open = None, False
+        stream.process.later(self.latency_s, stream.close_there)

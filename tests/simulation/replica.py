@@ -8,21 +8,21 @@ everything, a freeze holds every task back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec.draft_service.drafter import Drafter
 from specdec.engine.scheduling.scheduler import Engine, Turn
-from specdec.errors import CacheExhausted
+from specdec.errors import CacheExhausted, ReplicaUnavailable
 from specdec.protocol.items import Close, Failure, MissingTokens
 from specdec.protocol.types import Description
-from specdec.replica.handler import ItemHandler
+from specdec.replica.handler import STOPPING, ItemHandler
+from specdec.rpc.status import failure_from_error
 from specdec.target_service.verifier import Verifier
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.model import TableModel
 
 BLOCK_SIZE = 8
-SESSION_COUNT_MAX = 64
 DELAY_S_MIN = 1e-6  # the rest of a step delay may be too short to advance virtual time
 
 
@@ -48,10 +48,11 @@ class SimulatedEngine(Engine):
 @dataclass(slots=True)
 class ProcessTraits:
     """The differences between processes. The engine calls `sampler` with payloads, row counts and rows,
-    and `read_hidden` of a target with heads."""
+    and `read_hidden` of a target with heads. `table`: of a target's weights; `places`: for sessions."""
 
     name: str
     is_draft: bool
+    table: int
     block_count: int
     description: Description
     step_s: Callable[[int], float]
@@ -59,6 +60,7 @@ class ProcessTraits:
     read_hidden: Callable[..., list] | None = None
     chunk_size: int = 64
     rows_max: int = 512
+    places: int = 64
 
 
 def fenced(work: Callable[[Any, Any, float], Any]) -> Callable[[Any, Any, float], Any]:
@@ -85,6 +87,7 @@ class Process:
     is_alive: bool = False
     is_frozen: bool = False
     is_busy: bool = False
+    is_stopping: bool = False  # it takes no more sessions or connections
     is_dying: bool = False  # it crashes when the current step or task is done
     dies_after: Any = None  # the item that starts this
     slowness: float = 1.0
@@ -93,12 +96,13 @@ class Process:
     engine: Any = None
     service: Any = None
     handler: Any = None
+    description: Any = None
     _held_back: list = field(default_factory=list)
 
     def start(self) -> None:
         """A fresh process: no session, an empty cache."""
         self.life += 1
-        self.is_alive, self.is_frozen, self.is_busy, self.is_dying = True, False, False, False
+        self.is_alive, self.is_frozen, self.is_busy, self.is_dying, self.is_stopping = True, *4 * (False,)
         self.answers, self.streams, self._held_back, self.dies_after = [], [], [], None
         traits = self.traits
         model = TableModel(self.clock, lambda rows: traits.step_s(rows) * self.slowness)
@@ -107,14 +111,35 @@ class Process:
             read_hidden=traits.read_hidden,
         )
         kind = Drafter if traits.is_draft else Verifier
-        self.service = kind(self.engine, traits.description)
+        self.description = replace(traits.description, instance=f"{traits.name} {self.life}")
+        self.service = kind(self.engine, self.description)
         self.service.work = fenced(self.service.work)
-        self.handler = ItemHandler(self.service, SESSION_COUNT_MAX)
+        self.handler = ItemHandler(self.service, traits.places)
 
     @property
     def held(self) -> dict:
         """The sessions it holds, by (stream, number)."""
         return self.handler.sessions
+
+    @property
+    def load(self) -> tuple[int, float]:
+        """As a replica reports it: its sessions, and the share of it that is taken."""
+        count = len(self.held)
+        return count, max(count / self.traits.places, self.engine.cache.usage)
+
+    def stop(self, grace_s: float) -> None:
+        """As SIGTERM: it says farewell, finishes the sessions it has and ends, at the latest when its grace is over."""
+        self.is_stopping = True
+        farewell = failure_from_error(ReplicaUnavailable(STOPPING), 0, 0)
+        for stream in self.streams:
+            self.later(0.0, lambda stream=stream: stream.send_answer(farewell))
+        life = self.life
+        self.post(lambda: self.handler.drain(lambda: self.clock.call_later(0.0, self._exit, life)))
+        self.clock.call_later(grace_s, self._exit, life)
+
+    def _exit(self, life: int) -> None:
+        if life == self.life:
+            self.crash()
 
     def crash(self) -> None:
         """The process is gone, and its connections with it; nothing it computed leaves it."""
@@ -167,13 +192,14 @@ class Process:
     def _handle(self, stream: Any, item: Any) -> None:
         self.is_dying = self.is_dying or item is self.dies_after
         before = self.held.get((stream, item.session))
-        self.handler.handle(stream, [item], lambda answer: self._reply(stream, answer))
+        self.handler.handle(stream, [item], lambda answer: self._reply(stream, answer), self.clock.now_s)
         is_older = before is not None and before.opened.incarnation > item.incarnation
         if is_older and self.held.get((stream, item.session)) is not before:
             raise Violation(f"{item} changed a session of incarnation {before.opened.incarnation}")
 
     def _reply(self, stream: Any, answer: Any) -> None:
-        if isinstance(answer, Failure) and answer.reason != CacheExhausted.reason:
+        refusals = (CacheExhausted.reason, ReplicaUnavailable.reason if self.is_stopping else "")
+        if isinstance(answer, Failure) and answer.reason not in refusals:
             raise Violation(f"the {self.traits.name} failed: {answer.message}")
         self.answers.append((stream, answer))
 

@@ -17,7 +17,10 @@ CRAMPED_FROM = 0.9  # of all settings the rest: texts of at most five blocks eac
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One setting. Seconds are virtual; `extend_max` is the most tokens one item may carry, `run_positions` the
-    growth of a target's session before it may be preempted, `has_heads` whether the target has heads."""
+    growth of a target's session before it may be preempted, `has_heads` whether the first target has heads. `profiles`:
+    the numerics of each target; `drafts`: the model of each draft; `places` of each replica; `wait_s`: for which a text
+    waits for a target; `join_s`: when the last target and draft join; `has_alias`: the first target has two addresses.
+    """
 
     table: int
     orders: tuple[Order, ...]
@@ -33,6 +36,12 @@ class Scenario:
     extend_max: int
     run_positions: int = 64
     has_heads: bool = True
+    profiles: tuple[int, ...] = (0,)
+    drafts: tuple[int, ...] = (1,)
+    places: int = 64
+    wait_s: float = 30.0
+    join_s: float = 0.0
+    has_alias: bool = False
 
 
 def draw_scenario(rng: random.Random) -> Scenario:
@@ -41,7 +50,9 @@ def draw_scenario(rng: random.Random) -> Scenario:
     table = rng.randrange(8)
     crowd = rng.random()
     is_cramped = crowd >= CRAMPED_FROM
-    count = 1 if crowd < 0.86 else rng.choice((2, 3)) if is_cramped else 2
+    profiles, drafts = draw_pools(rng)
+    is_shared = len(profiles) > 1 and rng.random() < 0.3
+    count = rng.choice((2, 3)) if is_cramped else 2 if crowd >= 0.86 or is_shared else 1
     return Scenario(
         table=table,
         orders=tuple(draw_order(rng, table, number) for number in range(count)),
@@ -57,7 +68,20 @@ def draw_scenario(rng: random.Random) -> Scenario:
         extend_max=rng.choice((2, 5, 2048)),
         run_positions=rng.choice((1, 4, 8)) if is_cramped else 64,
         has_heads=rng.random() < 0.9,
+        profiles=profiles,
+        drafts=drafts,
+        places=rng.choice((64, 64, 64, 2, 1)) if len(profiles) > 1 else 64,
+        wait_s=rng.choice((0.0, 0.5, 30.0, 30.0, 30.0)),
+        join_s=rng.choice((0.0, 0.0, 0.02, 0.1)),
+        has_alias=rng.random() < 0.1,
     )
+
+
+def draw_pools(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numerics of one to three targets, and the models of one to three drafts."""
+    profiles = rng.choice(((0,), (0,), (0, 0), (0, 0), (0, 0), (0, 0, 0), (0, 1), (0, 1, 0)))
+    drafts = rng.choice(((1,), (1,), (1, 1), (1, 1), (1, 2), (1, 2, 1)))
+    return profiles, drafts
 
 
 def draw_order(rng: random.Random, table: int, number: int) -> Order:

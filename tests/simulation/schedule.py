@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import secrets
@@ -15,11 +16,13 @@ from unittest.mock import patch
 import structlog
 import structlog.testing
 
+from specdec.coordinator import deadlines, peers
 from specdec.protocol import items
 from specdec.protocol.report import PROPOSER_FIELDS
 from specdec.target_service import admission
-from tests.simulation.clock import Clock, Violation
+from tests.simulation.clock import Violation
 from tests.simulation.faults import FAULTS, NoFaults, Plan, RandomFaults
+from tests.simulation.network import Message
 from tests.simulation.scenario import Scenario, draw_scenario
 from tests.simulation.transcript import Transcript
 from tests.simulation.world import World
@@ -43,12 +46,16 @@ class Report:
     faults: Counter
     cache: Counter
     sources: Counter
+    moves: Counter
 
 
 @contextmanager
-def made_repeatable(clock: Clock, rng: random.Random, scenario: Scenario) -> Iterator[None]:
-    """Clocks and chance of the driven classes come from the run, and items are small enough to be split."""
+def made_repeatable(world: World, rng: random.Random) -> Iterator[None]:
+    """Clocks, chance and links of the driven classes come from the run, items are small enough to be split, and an
+    answer is overdue soon."""
+    clock, scenario = world.clock, world.scenario
     with ExitStack() as stack:
+        stack.callback(asyncio._set_running_loop, None)
         for name in ("perf_counter", "monotonic"):
             stack.enter_context(patch.object(time, name, clock.perf_counter))
         stack.enter_context(patch.object(structlog, "get_logger", lambda *_, **__: SILENT))
@@ -56,6 +63,10 @@ def made_repeatable(clock: Clock, rng: random.Random, scenario: Scenario) -> Ite
         stack.enter_context(patch.object(secrets, "randbits", rng.getrandbits))
         stack.enter_context(patch.object(items, "EXTEND_TOKEN_COUNT_MAX", scenario.extend_max))
         stack.enter_context(patch.multiple(admission, RUN_POSITIONS=scenario.run_positions, RUN_SHARE=0.0))
+        stack.enter_context(patch.multiple(deadlines, QUIET_S=2.0, FACTOR=2.0, TURN_FACTOR=3.0))
+        carried = dict(item_to_bytes=lambda _, item: Message(item), item_from_message=lambda message: message.item)
+        described = dict(description_from_message=lambda description: description)
+        stack.enter_context(patch.multiple(peers, Link=world.make_link, **carried, **described))
         yield
 
 
@@ -68,7 +79,7 @@ def run(scenario: Scenario, plan: Plan, seed: int, rng: random.Random, transcrip
         transcript.lines.append(str(scenario))
     world = World(scenario, rng, plan, transcript)
     problem = ""
-    with made_repeatable(world.clock, random.Random(seed), scenario):
+    with made_repeatable(world, random.Random(seed)):
         try:
             world.run()
         except (Violation, AssertionError) as error:
@@ -87,6 +98,7 @@ def run(scenario: Scenario, plan: Plan, seed: int, rng: random.Random, transcrip
         world.faults.counts,
         world.cache_counts,
         accepted_by_source(world),
+        moves_of(world),
     )
 
 
@@ -94,10 +106,24 @@ def accepted_by_source(world: World) -> Counter:
     """Accepted draft tokens by the name of their proposer."""
     return Counter(
         {
-            proposer.name: sum(getattr(own, accepted) for own in world.ledger.statistics)
+            proposer.name: sum(getattr(own.moves.statistics, accepted) for own in world.ledger.sessions.values())
             for proposer, (_, accepted) in PROPOSER_FIELDS.items()
         }
     )
+
+
+def moves_of(world: World) -> Counter:
+    """How often texts changed replicas, and what led to it."""
+    counts: Counter = Counter()
+    for watched in world.ledger.sessions.values():
+        moves = watched.moves
+        counts["changes of target"] += moves.target_changes
+        counts["changes of draft"] += moves.draft_changes
+        counts["suspects"] += moves.was_suspect
+        counts["refusals"] += moves.refusal_count
+        counts["other numerics"] += moves.profile_changes
+        counts["errors"] += moves.has_failed
+    return counts
 
 
 def run_seed(seed: int, transcript: Transcript | None = None) -> Report:

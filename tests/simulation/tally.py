@@ -25,6 +25,7 @@ class Tally:
     faults: Counter = field(default_factory=Counter)
     cache: Counter = field(default_factory=Counter)
     sources: Counter = field(default_factory=Counter)
+    moves: Counter = field(default_factory=Counter)
     problems: dict[int, str] = field(default_factory=dict)
 
     def add(self, seed: int, report: Report) -> None:
@@ -38,6 +39,7 @@ class Tally:
         self.faults += report.faults
         self.cache += report.cache
         self.sources += report.sources
+        self.moves += report.moves
         problem = report.problem
         if not problem and report.token_count < TOKENS_MIN:
             problem = f"only {report.token_count} tokens"
@@ -59,6 +61,7 @@ class Tally:
             f"{self.tree_count} rounds accepted tokens of a tree",
             "accepted by source: " + ", ".join(f"{name} {count}" for name, count in self.sources.items()),
             "the target's cache: " + ", ".join(f"{name} {count}" for name, count in self.cache.items()),
+            "texts and replicas: " + ", ".join(f"{name} {count}" for name, count in self.moves.items()),
             f"{sum(self.faults.values())} faults, fewer than {FAULTS_MIN} in {self.few_faults_count} schedules:",
             *(f"  {fault.name.lower():18} {self.faults[fault]:7}  {fault.value}" for fault in Fault),
             f"{len(self.problems)} schedules in which a property does not hold",

@@ -17,6 +17,7 @@ class WanderingPolicy:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._rounds = 0
+        self.learned: list[int] = []  # indices of the rounds that it was told of
         self._plan = self._drawn()
 
     @property
@@ -54,6 +55,7 @@ class WanderingPolicy:
     def on_round(self, record: RoundRecord) -> None:
         """Another round, another plan."""
         self._rounds += 1
+        self.learned.append(record.round_index)
         self._plan = self._drawn()
 
     def _drawn(self) -> Plan:

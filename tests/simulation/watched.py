@@ -12,9 +12,10 @@ from typing import Any
 from specdec.decoding.verification import VerificationRequest
 from specdec.protocol.items import Nodes, Verification, VerificationResult
 from specdec.protocol.session import DraftState, Session
-from specdec.protocol.types import DraftProbs, point_mass
+from specdec.protocol.types import DraftProbs, Rule, point_mass
 from tests.simulation.clock import Violation
-from tests.simulation.model import round_tokens
+from tests.simulation.model import plain_text, round_tokens
+from tests.simulation.moves import Moves
 from tests.support.session_check import check_session
 
 Path = tuple[int, ...]
@@ -37,8 +38,7 @@ def state_of(session: Session) -> tuple:
         len(session.committed),
         session.round_index,
         session.in_flight,
-        session.waiting,
-        session.finished,
+        session.phase,
         session.draft_state,
         session.draft_incarnation,
         session.target_incarnation,
@@ -48,7 +48,7 @@ def state_of(session: Session) -> tuple:
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """One session: the length checked so far, its rounds, and the text it must have (None: REJECTION).
+    """One session: the length checked so far, its rounds, and its moves. `table`: of the target that answered last.
 
     `asked`: rounds by base position. `known` and `proposed` restate the draft tree by paths alone: nodes that
     arrived below a known node, and the first proposal to arrive for each, of the draft's present incarnation.
@@ -57,9 +57,10 @@ class Watched:
     coordinator: Any
     session: Session
     order: Any
-    wait_ends_s: dict[int, float]
-    text: list[int] | None
+    moves: Moves
+    table: int
     seen_length: int
+    wait_ends_s: dict[int, float] = field(default_factory=dict)  # by the index of the wait
     asked: dict[int, Verification] = field(default_factory=dict)
     offered_count: int = 0
     accepted_count: int = 0
@@ -74,6 +75,8 @@ class Watched:
     def check(self, now_s: float) -> None:
         """After every event: its own invariants, its use of the draft, and its text."""
         check_session(self.session)
+        if self.coordinator.is_alive:
+            self.moves.check()
         self._check_draft(now_s)
         self._check_text()
 
@@ -82,14 +85,13 @@ class Watched:
         session = self.session
         if session.malformed_node_count:
             raise Violation(f"session {session.number} counts {session.malformed_node_count} malformed nodes")
-        is_up = self.coordinator.draft.is_up
         if session.finished or not self.coordinator.is_alive or session.policy.draft_length_cap == 0:
             return
-        if is_up == (session.draft_state is DraftState.ABSENT):
-            raise Violation(f"session {session.number} says its draft is {session.draft_state.name}; it is up: {is_up}")
         wait_length = session.plan.wait_length
         if session.waiting and len(session.tree.proposal_path(wait_length)) >= wait_length:
             raise Violation(f"session {session.number} waits for tokens it has")
+        if session.waiting:
+            self.wait_ends_s.setdefault(session.wait_index, now_s + session.plan.wait_s)
         is_late = session.draft_state is DraftState.LATE
         if is_late and not self.was_late and now_s < self.wait_ends_s[session.wait_index] - 1e-9:
             raise Violation(f"session {session.number} gave up a wait before its time")
@@ -102,18 +104,22 @@ class Watched:
         if length == self.seen_length:
             return
         new = session.committed[self.seen_length :]
-        expected = self._round() if self.text is None else self.text[self.seen_length :]
+        expected = self._round() if self.order.rule is Rule.REJECTION else self._plain(length)
         if new != expected[: len(new)]:
             raise Violation(f"session {session.number} committed {new} at {self.seen_length}, not {expected}")
         self.accepted_count += len(new) - 1
         self.tree_count += len(new) > 1 and bool(self.asked[length - len(new)].parents)
         self.seen_length = length
 
+    def _plain(self, length: int) -> list[int]:
+        before = self.session.committed[: self.seen_length]
+        return plain_text(self.table, self.session.params, before, length)[self.seen_length :]
+
     def _round(self) -> list[int]:
         asked = self.asked[self.seen_length]
         before = self.session.committed[: self.seen_length]
         return round_tokens(
-            self.order.table,
+            self.table,
             VerificationRequest(
                 self.session.params,
                 asked.round_index,
@@ -150,7 +156,7 @@ class Watched:
             raise Violation(f"{item} does not continue the committed tokens")
         first = self.asked.setdefault(item.base_position, item)
         if first is not item:
-            if (first.round_index, first.content) != (item.round_index, item.content):
+            if (first.round_index, first.content[:-1]) != (item.round_index, item.content[:-1]):
                 raise Violation(f"{item} is not the round that was requested there: {first}")
             return
         self.offered_count += len(item.draft_token_ids)

@@ -68,6 +68,7 @@ class Outcome:
     text: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[tuple] = field(default_factory=list)
+    moved: list[Any] = field(default_factory=list)
 
     @property
     def comparable(self) -> tuple:
@@ -82,6 +83,7 @@ class Client:
     """A coordinator's user."""
 
     def __init__(self, address: str) -> None:
+        self.address = address
         self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.stub = pb_grpc.CoordinatorServiceStub(self.channel)
 
@@ -113,6 +115,8 @@ class Client:
             outcome.started = response.started
         elif event == "finished":
             outcome.finished = response.finished
+        elif event == "moved":
+            outcome.moved.append(response.moved)
         else:
             delta = response.delta
             assert delta.first_output_index >= len(outcome.token_ids)
@@ -136,10 +140,14 @@ class Client:
         TimeoutError."""
 
         def is_reached() -> bool:
-            answer = self.stub.Describe(types_pb.DescribeRequest(), timeout=10)
+            answer = self.described()
             return answer.HasField("draft") or "not reached yet" not in answer.draft_absent_reason
 
         until(is_reached, timeout_s=60.0)
+
+    def described(self) -> pb.CoordinatorDescribeResponse:
+        """Returns the replicas in use and the limits of speculation."""
+        return self.stub.Describe(types_pb.DescribeRequest(), timeout=10)
 
     def close(self) -> None:
         self.channel.close()
@@ -185,9 +193,9 @@ def running(
     Requests speculate by the fixed policy by default, so that there is speculation to test: table models compute
     nothing, so the automatic policy finds no gain in it. For the same reason the draft is connected, and a round waits
     long for it: beside a fast target on a busy machine a short text would be over before a draft that was late once is
-    waited for again.
+    waited for again. Texts end at once when the only target is lost: tests/fleet has several.
     """
-    own = {"speculation_policy": "fixed", "draft_wait_ms": 2000.0, **(coordinator or {})}
+    own = {"speculation_policy": "fixed", "draft_wait_ms": 2000.0, "target_wait_s": 0.0, **(coordinator or {})}
     with harness.running(target_model, draft_model, own, **replicas) as started:
         client = Client(started.coordinator.address)
         try:

@@ -78,13 +78,16 @@ class Target:
     def tell(self, *items: object) -> None:
         self.handler.handle(self, list(items), self._take)
 
-    def open(self, session: int, prompt: list[int], salt: str = "", output_count: int = OUTPUT_COUNT) -> None:
-        """Opens a session and asks its first round."""
+    def open(
+        self, session: int, prompt: list[int], salt: str = "", output_count: int = OUTPUT_COUNT, age_ms: int = 0
+    ) -> None:
+        """Opens a session, with an age that of a text from elsewhere, and asks its first round."""
         params = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
         self.tokens[session], self.ends[session] = list(prompt), len(prompt) + output_count
         self.round_index[session], self.answers[session] = 0, []
         end = len(prompt) + output_count
-        self.tell(Open(session, 1, params, end, VOCABULARY_SIZE, cache_salt=salt), self._round(session, len(prompt)))
+        opened = Open(session, 1, params, end, VOCABULARY_SIZE, cache_salt=salt, age_ms=age_ms)
+        self.tell(opened, self._round(session, len(prompt)))
 
     def ask(self, session: int) -> None:
         """The next round, with draft tokens that are mostly wrong."""
@@ -267,6 +270,64 @@ def test_sessions_left_alone_give_their_blocks_to_others(folder: Path, clock: Cl
     assert not target.failures and target.engine.cache.free_block_count == 9
 
 
+def test_a_text_from_elsewhere_waits_where_a_new_one_is_refused(folder: Path, clock: Clock) -> None:
+    """Claim: a session with an age that finds no blocks is not refused: it waits without any, new ones are refused
+    meanwhile, and it runs once blocks are free; its start counts as no preemption and no reopening, and its prefix hits
+    are reported. Where there is room it starts at once, and so does a new one behind it.
+
+    Source: issue "a fleet": a text under way waits for blocks. Conclusive: the same session without an age is refused,
+    and the blocks are as many.
+    """
+    target = Target(folder, 6)
+    target.open(1, prompt_of(1))
+    target.open(2, prompt_of(2), age_ms=1)
+    target.open(3, prompt_of(3))
+    assert target.has_blocks(2) and target.failures.pop(3).reason == "CACHE_EXHAUSTED"
+    target.open(4, prompt_of(4, 30), output_count=2, age_ms=1)
+    target.turn()
+    assert not target.has_blocks(4) and target.verifier.waiting_count == 1 and not target.failures
+    target.open(5, [1], output_count=2)
+    assert "wait" in target.failures.pop(5).message
+    target.run(1, 2, 4)
+    texts = {1: (10, 30), 2: (10, 30), 4: (30, 2)}
+    assert all(target.tokens[own] == plain_text(folder, prompt_of(own, n), out) for own, (n, out) in texts.items())
+    counters = target.admission.counters
+    assert counters["preemptions"] == counters["reopenings"] and not target.answers[4][0].preemptions
+    for session in (6, 7):
+        target.open(session, prompt_of(4, 30), output_count=2, age_ms=1)
+        target.run(session)
+    assert target.answers[7][0].cached_prompt_tokens == 24 and target.engine.cache.free_block_count == 6
+
+
+def test_texts_from_elsewhere_are_as_old_as_they_say(folder: Path, clock: Clock) -> None:
+    """Claim: order is that of births, whoever came first: an older text takes the blocks of younger sessions once
+    their runs are over, one of an age between two takes those of the younger only, and of two that wait the older
+    begins first; equal ages keep the order of arrival.
+
+    Source: issue "a fleet": targets order texts by age, whichever coordinator they come from. Conclusive: by order of
+    arrival each of these would be the youngest, and wait.
+    """
+    target = Target(folder, 9)
+    for session in (1, 2, 3):
+        target.open(session, prompt_of(session))
+        clock.now_s += 1
+    for session, age_ms in ((4, 1500), (5, 60_000), (6, 60_000)):
+        target.open(session, prompt_of(session), age_ms=age_ms)
+    assert [held.opened.session for held in target.admission._sessions] == [5, 6, 1, 2, 4, 3]
+    begun: list[int] = []
+
+    def note() -> bool:
+        begun.extend(own for own in (4, 5, 6) if own not in begun and target.answers[own])
+        return len(target.tokens[5]) >= target.ends[5] - 1
+
+    target.run(*range(1, 7), until=note)
+    assert begun[:2] == [5, 6] and not any(answer.preemptions for answer in target.answers[5])
+    assert not target.failures and len(target.tokens[5]) > max(len(target.tokens[own]) for own in (2, 3, 4))
+    target.run(*range(1, 7))
+    assert all(target.tokens[own] == plain_text(folder, prompt_of(own)) for own in range(1, 7))
+    assert not target.failures and target.engine.cache.free_block_count == 9
+
+
 def test_a_session_that_could_never_fit_is_refused_when_it_is_opened(folder: Path) -> None:
     """Claim: length_max beyond all positions of the cache is INVALID_ARGUMENT, naming value and limit; exactly that
     many is fine, and such a session ends. Conclusive: both sides of the limit."""
@@ -433,12 +494,13 @@ def test_a_step_of_hours_is_reported_as_the_longest_time(folder: Path) -> None:
     assert VerifyResponse.FromString(sent[0]).items[0].result.forward_us == UINT32_MAX
 
 
+ages = st.sampled_from([0, 0, 1, 100, 100, 10_000])  # milliseconds; a turn takes 10
 prompts = st.tuples(st.integers(1, 3), st.integers(1, 20)).map(lambda pair: prompt_of(*pair))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    plans=st.lists(st.tuples(st.integers(0, 25), prompts, st.integers(1, 30)), min_size=1, max_size=6),
+    plans=st.lists(st.tuples(st.integers(0, 25), prompts, st.integers(1, 30), ages), min_size=1, max_size=6),
     block_count=st.integers(7, 14),
     draft_length=st.integers(0, DRAFT_LENGTH_MAX),
     data=st.data(),
@@ -446,13 +508,13 @@ prompts = st.tuples(st.integers(1, 3), st.integers(1, 20)).map(lambda pair: prom
 def test_any_schedule_ends_with_the_same_texts(
     folder: Path,
     clock: Clock,
-    plans: list[tuple[int, list[int], int]],
+    plans: list[tuple[int, list[int], int, int]],
     block_count: int,
     draft_length: int,
     data: st.DataObject,
 ) -> None:
-    """Claim: sessions opened at any time, with any prompts and pauses, all end with the text of a session alone, or
-    were refused; no session starves and all blocks are free at the end.
+    """Claim: sessions opened at any time, of any age, with any prompts and pauses, all end with the text of a session
+    alone, or were refused; one with an age never is, no session starves and all blocks are free at the end.
 
     Requirement: "nothing starves". Conclusive: at every step hypothesis chooses the sessions that send a request; every
     text that is not refused must be complete within a bound, and each step's cache contents are compared.
@@ -461,9 +523,9 @@ def test_any_schedule_ends_with_the_same_texts(
     going: set[int] = set()
     pauses: Counter[int] = Counter()  # since a session's last request: a client that never asks does not starve
     for step in range(STEP_COUNT_MAX):
-        for session, (at, prompt, output_count) in enumerate(plans, 1):
+        for session, (at, prompt, output_count, age_ms) in enumerate(plans, 1):
             if at == step:
-                target.open(session, prompt, output_count=output_count)
+                target.open(session, prompt, output_count=output_count, age_ms=age_ms)
                 going.add(session)
         target.turn()
         clock.now_s += 0.01
@@ -481,7 +543,8 @@ def test_any_schedule_ends_with_the_same_texts(
         if step > 25 and not going:
             break
     assert not going, f"sessions {going} starve"
-    for session, (_, prompt, output_count) in enumerate(plans, 1):
+    for session, (_, prompt, output_count, age_ms) in enumerate(plans, 1):
+        assert session not in target.failures or not age_ms
         if session not in target.failures:
             assert target.tokens[session] == plain_text(folder, prompt, output_count)
     assert target.engine.cache.free_block_count == block_count and not target.engine.waiting_count
