@@ -67,11 +67,11 @@ class Mover(Listener, Protocol):
 
     began_s: float
 
-    def on_target_up(self, found: Target | None = None) -> None:
-        """It waits for a target, and one may be there; `found` was connected just then."""
+    def on_target_up(self) -> None:
+        """It waits for a target, and one may be there."""
 
     def on_draft_up(self, found: Draft | None = None) -> None:
-        """It may want a draft, and `found` became usable."""
+        """It may want a draft; `found` was connected just now."""
 
 
 class Fleet:
@@ -92,6 +92,7 @@ class Fleet:
         self.routes = dict.fromkeys(("home", "spill", "random"), 0)
         self._keys, self._retries = routing.Keys(), RetryBudget()
         self._tried: dict[tuple[Rule, ModelKey], int] = {}  # turns of pairs
+        self._discoveries: dict[str, Discovery] = {}  # by the kind of replica
         self._searches: list[asyncio.Task[None]] = []
         self._retry: asyncio.TimerHandle | None = None
         self._own = frozenset(Proposer[name.upper()] for name in settings.proposers.split(",") if name)
@@ -109,18 +110,21 @@ class Fleet:
         return next((peer.model_name for peer in up or self.targets.peers if peer.model_name), "")
 
     def served(self) -> Description | None:
-        """Returns the model that new texts get: of a target that is usable, the one with most positions of its model;
-        None without any."""
+        """Returns the model that a new text gets: of two models, each as often as it has targets; the description with
+        most positions. None without a usable target."""
         up = [peer.usable() for peer in self.targets.up()]
-        same = [model for model in up if model.model_digest == up[0].model_digest]
-        return max(same, key=lambda model: model.positions_max, default=None)
+        if not up:
+            return None
+        digest = secrets.choice(up).model_digest
+        return max((own for own in up if own.model_digest == digest), key=lambda own: own.positions_max)
 
     def start(self) -> None:
         """Finds the replicas and connects them."""
         settings = self._settings
-        for values, pool in ((settings.target, self.targets), (settings.draft, self.drafts)):
+        for name, values, pool in (("target", settings.target, self.targets), ("draft", settings.draft, self.drafts)):
             pool.start()
-            self._searches.append(asyncio.create_task(Discovery(values, pool.update).run()))
+            discovery = self._discoveries[name] = Discovery(values, pool.update)
+            self._searches.append(asyncio.create_task(discovery.run()))
 
     async def stop(self) -> None:
         """Closes all links."""
@@ -132,8 +136,10 @@ class Fleet:
         """A replica became usable, or no longer is: tells the texts that wait for one."""
         is_up = self.targets.on_changed(peer) if isinstance(peer, Target) else self.drafts.on_changed(cast(Draft, peer))
         self._told()
+        if not peer.link.is_up and peer.name in self._discoveries:
+            self._discoveries[peer.name].look_now()  # whatever replaced it
         if is_up and isinstance(peer, Target):
-            self.place_waiting(peer)
+            self.place_waiting()
         elif is_up:
             for mover in list(self.movers):
                 mover.on_draft_up(cast(Draft, peer))
@@ -154,10 +160,10 @@ class Fleet:
         if self.waiting:
             self._retry = asyncio.get_running_loop().call_later(WAITING_RETRY_S, self._try_again)
 
-    def place_waiting(self, found: Target | None = None) -> None:
-        """Lets the texts that wait for a target try again, the oldest first; `found` was connected just now."""
+    def place_waiting(self) -> None:
+        """Lets the texts that wait for a target try again, the oldest first."""
         for mover in sorted(self.waiting, key=lambda one: one.began_s):
-            mover.on_target_up(found)
+            mover.on_target_up()
 
     def choose(
         self,
@@ -167,27 +173,34 @@ class Fleet:
         tokens: Sequence[int] = (),
         length_max: int = 0,
     ) -> Choice:
-        """Returns the choice for a request, the `turn`-th, among the targets of `model` that hold `length_max` tokens.
-        Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable without a target."""
+        """Returns the choice for a request, the `turn`-th, with these `tokens`, among the targets of `model` that hold
+        `length_max` tokens. Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable
+        without a target."""
         proposers = self._proposers(request)
         self._check_limits(request)
         key = self._keys.key(tokens, request.cache_salt, request.prompt_cache_key)
-        target = self.next_target(model, length_max, key)
+        target = self.next_target(model, length_max, key, is_new=True)
         if target is None:
             raise ReplicaUnavailable(f"no target: {self.targets.absent_reason or 'none holds this text'}")
         self._retries.opened(time.monotonic())
         rule, draft, reason = self._pair(request, turn, target, proposers)
         policy = self._policy(request, rule, proposers, target, draft)
+        draft = draft if policy.draft_length_cap else None
         return Choice(target, target.usable(), draft, rule, reason, policy, proposers, key)
 
     def next_target(
-        self, model: Description, length_max: int, key: bytes = b"", avoided: Collection[Target] = ()
+        self,
+        model: Description,
+        length_max: int,
+        key: bytes = b"",
+        avoided: Collection[Target] = (),
+        is_new: bool = False,
     ) -> Target | None:
-        """Returns the target for a text of a model with this key: one of equal numerics if there is any, else of
-        others; None without one that is usable, holds the text and is not avoided."""
-        fitting = [one for one in self.targets.fit() if one not in avoided and _holds(one.usable(), model, length_max)]
-        equal = [one for one in fitting if one.usable().numerics == model.numerics]
-        candidates = equal or fitting
+        """Returns the target for a text of a model with this key. Unless the text is new: one of equal numerics if
+        there is any, else of others. None without one that is usable, holds the text and is not avoided."""
+        fitting = [one for one in self.targets.up() if one not in avoided and _holds(one.usable(), model, length_max)]
+        equal = [one for one in fitting if is_new or one.usable().numerics == model.numerics]
+        candidates = self.targets.fit(equal or fitting)
         if not candidates:
             return None
         reports = [one.link.load for one in candidates if one.link.load is not None]
@@ -198,7 +211,8 @@ class Fleet:
 
     def next_draft(self, draft: Draft, rule: Rule, avoided: Collection[Draft] = ()) -> Draft | None:
         """Returns a draft of the model of `draft`, near and idle; None without one that is usable and not avoided."""
-        same = [one for one in self.drafts.fit() if one.model_key == draft.model_key and one not in avoided]
+        same = [one for one in self.drafts.up() if one.model_key == draft.model_key and one not in avoided]
+        same = self.drafts.fit(same)
         return routing.choose_draft(same, lambda one: one.wait_s(rule), secrets.randbelow) if same else None
 
     def _proposers(self, request: GenerationRequest) -> frozenset[Proposer]:

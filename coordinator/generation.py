@@ -9,7 +9,6 @@ event loop and never blocks.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,8 +31,9 @@ from specdec.protocol.types import Proposer, Rule, TokenKind
 from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
+NETWORK_ROUNDS = 4  # of plain decoding, between two records of the draft's network time: only pings measure it then
 LOSS_COUNT_MAX = 3  # targets lost in a row that end a text
-ROOM_RETRY_S = 0.5  # after a refusal that names no time
+ASK_AGAIN_S = 0.5  # before a target that failed a text, or refused it without naming a time, is asked again
 UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
 
 
@@ -58,6 +58,7 @@ class Generation:
         fleet: Fleet,
         request: RequestStatistics,
         reports_rounds: bool = False,
+        reports_statistics: bool = False,
         target_wait_s: float = 0.0,
     ) -> None:
         self._session = session
@@ -69,11 +70,12 @@ class Generation:
         self._model = choice.model  # of the target that its last tokens come from
         self._fleet = fleet
         self._request = request
-        self._reports_rounds = reports_rounds
+        self._reports_rounds, self._reports_statistics = reports_rounds, reports_statistics
         self._target_wait_s = target_wait_s
         self.began_s = time.monotonic()
         self._loss_count = 0  # targets lost in a row, without an answered round between
-        self._avoided: dict[Target, float] = {}  # targets that refused or failed it since the last answer, until when
+        # Targets that refused or failed it since the last answer: until when, and the losses of that connection's peer.
+        self._avoided: dict[Target, tuple[float, int]] = {}
         self._left: set[Draft] = set()  # drafts that could not draft for it
         self._is_moving = False  # the round in flight was sent to more than one target
         self._lost: Lost | None = None  # why it seeks a target
@@ -196,12 +198,16 @@ class Generation:
         logprobs = logprobs_of(event.answer.output, verdict)[:count]
         proposers = (*record.tokens.accepted_proposers, Proposer.NONE)[:count]
         text = "".join(texts), tuple(map(len, texts))
-        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers, rounds)
+        statistics = None
+        if self._reports_statistics:
+            self._request.statistics.conclude(self._session.policy.prediction)
+            statistics = self._request.statistics.snapshot()
+        return Delta(self._output.count - count, event.token_ids, kinds, *text, logprobs, proposers, rounds, statistics)
 
     def _learn(self, record: RoundRecord) -> None:
         """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""
         self._session.policy.on_round(record)
-        if self._draft is not None and not record.is_speculating:
+        if self._draft is not None and not record.is_speculating and record.round_index % NETWORK_ROUNDS == 0:
             self._draft.measure_network()
 
     def _step(self, event: events.Event) -> RoundRecord | None:
@@ -289,7 +295,7 @@ class Generation:
     def _on_refused(self, error: ReplicaUnavailable | CacheExhausted) -> None:
         """The target takes no more sessions, or has no room: the next one is asked. Raises the refusal of a new text
         that REFUSAL_COUNT_MAX targets refused; a text under way waits then."""
-        self._avoided[self._target] = time.monotonic() + (error.retry_after_s or ROOM_RETRY_S)
+        self._avoid_target(error.retry_after_s or ASK_AGAIN_S)
         is_new, other = not self._output.count, self._next_target()
         if is_new and (other is None or not self._fleet.may_retry(len(self._avoided))):
             raise error
@@ -309,8 +315,12 @@ class Generation:
             self._fail(lost.error(f"{lost}; {self._how_to_resume()}"))
             return
         if not is_link_lost:
-            self._avoided[self._target] = math.inf
+            self._avoid_target(ASK_AGAIN_S)
         self._move(lost)
+
+    def _avoid_target(self, for_s: float) -> None:
+        """Asks other targets for a time, unless this one is connected anew meanwhile."""
+        self._avoided[self._target] = time.monotonic() + for_s, self._target.loss_count
 
     def _move(self, lost: Lost) -> None:
         """Leaves the target and seeks another one."""
@@ -330,16 +340,14 @@ class Generation:
     def _next_target(self) -> Target | None:
         """Returns the target to go on at, if one is there now; texts that lost several go to a target one by one."""
         now_s, fleet = time.monotonic(), self._fleet
-        avoided = {target for target, until_s in self._avoided.items() if until_s > now_s}
+        avoided = {one for one, (until_s, count) in self._avoided.items() if until_s > now_s and count == one.loss_count}
         if self._loss_count > 1:
             avoided |= {target for target in fleet.targets.peers if target.suspect is not None}
         return fleet.next_target(self._model, self._session.length_max, self._key, avoided)
 
-    def on_target_up(self, found: Target | None = None) -> None:
-        """Goes on at another target, if one is there: it waits for one, and `found` was connected again."""
+    def on_target_up(self) -> None:
+        """Goes on at another target, if one is there; it waits for one."""
         session, fleet = self._session, self._fleet
-        if found is not None:
-            self._avoided.pop(found, None)
         target = self._next_target()
         if target is None:
             return
@@ -401,9 +409,9 @@ class Generation:
 
     def on_draft_up(self, found: Draft | None = None) -> None:
         """Changes to another draft, if this one is of no use and another is usable; `found` was connected again."""
-        session, draft = self._session, self._draft
         if found is not None:
             self._left.discard(found)
+        session, draft = self._session, self._draft
         if draft is None or session.finished or session.has_draft and draft.is_up:
             return
         other = self._fleet.next_draft(draft, session.params.rule, self._left)

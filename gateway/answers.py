@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.gateway.calls import CallArguments, CallStart, Content, Event, ToolCallParser
+from specdec.gateway.calls import SPECIAL_MARK, CallArguments, CallStart, Content, Event, ToolCallParser
 from specdec.gateway.prompts import Prompts
 from specdec.gateway.reports import rounds_of, speculative_decoding, statistics_of
 from specdec.gateway.requests import ChatRequest, CompletionRequest
@@ -66,7 +66,7 @@ class Choice:
         self.output_count += len(delta.token_ids)
         if self._is_plain:
             return Part([Content(delta.text)]) if delta.text else None
-        part = Part(self._events(self._parser.feed(delta.text)) if self._parser else [])
+        part = Part(self._events(self._parser.feed(marked_text(delta, self._parser.mark_id))) if self._parser else [])
         if self._parser is None and delta.text:
             part.events = [Content(delta.text)]
         if self._has_logprobs:
@@ -134,6 +134,17 @@ class Choice:
         if self._body.return_tokens_as_token_ids:
             text = f"token_id:{token_id}"
         return {"token": text, "logprob": max(LOGPROB_MIN, logprob), "bytes": list(data)}
+
+
+def marked_text(delta: coordinator_pb.Delta, mark_id: int | None) -> str:
+    """Returns a delta's text, with SPECIAL_MARK in the place of a special token that is a mark of calls."""
+    if mark_id is None or mark_id not in delta.token_ids:
+        return delta.text
+    text, at = "", 0
+    for token_id, length in zip(delta.token_ids, delta.text_lengths, strict=True):
+        text += delta.text[at : at + length] + (SPECIAL_MARK if token_id == mark_id else "")
+        at += length
+    return text
 
 
 def chat_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from specdec import __version__
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.gateway import openapi
 from specdec.gateway.answers import Answer, Choice, Part
-from specdec.gateway.calls import ToolCallParser, format_of
+from specdec.gateway.calls import MARKS, ToolCallParser, format_of
 from specdec.gateway.errors import CONTEXT_LENGTH, HttpError, error_from, too_long
 from specdec.gateway.event_stream import EventStream, parts_of, start_all
 from specdec.gateway.gate import CLIENT_GONE, IDENTITY, Gate, Watched, read_whole
@@ -112,7 +112,8 @@ class Gateway:
     def _parser(self, tools: Sequence[Tool] | None) -> ToolCallParser | None:
         if not tools or self._call_format is None:
             return None
-        return ToolCallParser(self._call_format, {tool.function.name for tool in tools})
+        mark_id = self._prompts.special_id(MARKS[self._call_format])
+        return ToolCallParser(self._call_format, {tool.function.name for tool in tools}, mark_id=mark_id)
 
     async def _complete(self, request: HttpRequest) -> Response:
         body = await self._read(request, CompletionRequest)
@@ -144,7 +145,7 @@ class Gateway:
         requests = make_requests(body, given, self._prompts, positions_max, salt, self._defaults)
         trace = request.headers.get("traceparent")
         metadata = [("traceparent", trace)] if trace and trace.isascii() else []
-        streams = [self._coordinators.messages(own, metadata) for own in requests]
+        streams = [self._coordinators.messages(own, body.has_statistics, metadata) for own in requests]
         choices = [Choice(index, body, self._prompts, parser) for index in range(len(streams))]
         try:
             await start_all(streams, choices)

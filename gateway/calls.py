@@ -4,6 +4,8 @@ A call is a JSON object with the name of a given tool and, or not, its arguments
 between marks, anywhere; in that of Llama 3 it is the whole text, or follows a mark, and others may follow it. All else
 is content. What is given out depends on the characters alone, never on their partition into deltas, and is never taken
 back: a call is given out when its name and the first character of its arguments are there.
+
+A mark that is a special token of the model has no text: its reader puts SPECIAL_MARK where the token stands.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 Format = Literal["hermes", "llama3"]
 MARKS: dict[Format, str] = {"hermes": "<tool_call>", "llama3": "<|python_tag|>"}
+SPECIAL_MARK = "\ud800"  # no character: no text has it
 HERMES_END, LLAMA3_SEPARATOR = "</tool_call>", ";"
 ARGUMENTS = ("arguments", "parameters")
 KEYS = ("name", "type", "id", *ARGUMENTS)  # of a call; an object that begins with another one is content
@@ -70,14 +73,16 @@ def format_of(template: ChatTemplate) -> Format | None:
 
 class ToolCallParser:
     """The content and calls of one text. `tools`: names of the given tools; `id_prefix`: of the calls' ids, unique
-    itself; absent: a random one. `call_count`: calls that have begun; `complete_count`: those with all arguments.
+    itself; absent: a random one. `mark_id`: the special token that the format's mark is, None if it is text.
+    `call_count`: calls that have begun; `complete_count`: those with all arguments.
 
     Spaces between calls, and before the first one if nothing else is there, belong to the format.
     """
 
-    def __init__(self, format: Format, tools: Collection[str], id_prefix: str = "") -> None:
+    def __init__(self, format: Format, tools: Collection[str], id_prefix: str = "", mark_id: int | None = None) -> None:
         self._format: Format = format
-        self._mark = MARKS[format]
+        self.mark_id = mark_id
+        self._mark = MARKS[format] if mark_id is None else SPECIAL_MARK
         self._tools = frozenset(tools)
         self._id_prefix = id_prefix or f"call_{secrets.token_hex(12)}"
         self._found: list[Event] = []
@@ -113,6 +118,7 @@ class ToolCallParser:
 
     def _say(self, text: str) -> None:
         """Gives out content; spaces wait until it is known what follows them."""
+        text = text.replace(SPECIAL_MARK, "")
         if self._is_bare:
             text = self._spaces + text
             self._is_bare = not text.strip(SPACES)
@@ -220,7 +226,7 @@ class ToolCallParser:
         self.call_count += 1
 
     def _give_arguments(self, text: str) -> None:
-        if text:
+        if text := text.replace(SPECIAL_MARK, ""):
             self._found.append(CallArguments(self.call_count - 1, text))
 
     def _complete_call(self, arguments: str, end: int) -> None:

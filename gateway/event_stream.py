@@ -118,7 +118,7 @@ async def parts_of(
     async with aclosing(merged(streams)) as responses:
         async for index, response in responses:
             choice = choices[index]
-            if choice.has_ended:
+            if choice.has_ended or not (response.HasField("delta") or response.HasField("finished")):
                 continue
             part = choice.take(response.delta) if response.HasField("delta") else choice.end(response.finished)
             if part is not None:

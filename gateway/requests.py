@@ -238,6 +238,11 @@ class Generation(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def has_statistics(self) -> bool:
+        """Whether the answer tells statistics of the whole text."""
+        return not self.stream or self.has_usage or self.speculative.statistics
+
+    @property
     def has_usage_so_far(self) -> bool:
         """Whether every chunk has the usage so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats

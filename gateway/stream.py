@@ -134,22 +134,29 @@ class Coordinators:
     def _choose(self, started: coordinator_pb.Started | None, tried: set[str]) -> Coordinator | None:
         """Returns the coordinator with the fewest requests; for a text that has started one with its model."""
 
+        def distance(member: Coordinator) -> tuple[bool, int]:
+            models = [] if member.description is None else member.description.targets
+            is_equal = started is None or any(own.numerics == started.numerics for own in models)
+            return not is_equal, member.running_count
+
         def fits(member: Coordinator) -> bool:
             if member.description is None or member.address in tried:
                 return False
-            models = [(own.model_digest, own.numerics) for own in member.description.targets]
-            return started is None or (started.model_digest, started.numerics) in models
+            digests = {own.model_digest for own in member.description.targets}
+            return started is None or started.model_digest in digests
 
-        return min(filter(fits, self.members), key=lambda member: member.running_count, default=None)
+        return min(filter(fits, self.members), key=distance, default=None)
 
-    async def messages(self, request: Request, metadata: Metadata = ()) -> AsyncGenerator[Response, None]:
+    async def messages(
+        self, request: Request, sums_statistics: bool, metadata: Metadata = ()
+    ) -> AsyncGenerator[Response, None]:
         """Yields the messages of one text, one `started` among them. Close it to cancel the request.
 
         Before the start a coordinator that is full or lost is passed over for the next; afterwards the text is resumed
         for --resume-timeout-s from its last token on. Raises the coordinator's SpecdecError, TimeoutError after
-        --request-timeout-s.
+        --request-timeout-s. `sums_statistics`: as for `Continuation`.
         """
-        text = Continuation(request)
+        text = Continuation(request, sums_statistics)
         end_s = time.monotonic() + self._settings.request_timeout_s
         lost_s: float | None = None
         tried: set[str] = set()

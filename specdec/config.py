@@ -36,7 +36,9 @@ from specdec.settings import (
     ServiceSettings,
     Settings,
     TlsSettings,
+    is_literal,
     is_loopback,
+    read_addresses,
     setting,
     split_address,
 )
@@ -51,6 +53,9 @@ __all__ = [  # names of the settings module for other packages
     "ServiceSettings",
     "Settings",
     "TlsSettings",
+    "is_literal",
+    "is_loopback",
+    "read_addresses",
     "split_address",
 ]
 

@@ -49,7 +49,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The text ended. Token counts are of the whole text; statistics of the last stream, if it was resumed."""
+    """The text ended. Counts and statistics are of the whole text, also of one that was resumed (`client.sums`)."""
 
     reason: FinishReason | None
     stop_string: str

@@ -47,7 +47,7 @@ class Candidate:
     @property
     def rounds(self) -> float:
         """Measured rounds that count."""
-        return self.accepted.weight
+        return (self.accepted if self.plan.window else self.beside_s).weight
 
     def forget(self, kept_share: float = 0.0) -> None:
         """Scales the weight of all that was measured."""
@@ -107,25 +107,25 @@ class Goodput:
         self.credit_s -= taken_s
         return taken_s
 
-    def measure(self, own: Candidate, record: RoundRecord, acceptance: float) -> None:
-        """Adds a round that counts for its plan, of a session at an acceptance."""
+    def measure(self, own: Candidate, record: RoundRecord, acceptance: Acceptance) -> None:
+        """Adds a round that counts for its plan, of a session of this acceptance."""
         step, tokens = record.step, record.tokens
         beside_s = record.times.round_s - step.step_s - max(0.0, step.queue_s - step.step_s)
         if step.active_sessions > step.sessions > 0:  # the queue for a step without it is a part of T(load)
             rows = step.rows * step.active_sessions / step.sessions
             beside_s -= step.step_s * (self.steps.step_s(rows, True) / self.steps.step_s(step.rows, True) - 1)
-        share, beside_s = 1.0, max(0.0, beside_s)
+        beside_s, own.updated_s = max(0.0, beside_s), record.times.end_s
+        own.beside_s.add(beside_s)
         if own.plan.window:
-            share = tokens.model_accepted_count / own.forecast.accepted(acceptance)
+            share = tokens.model_accepted_count / own.forecast.accepted(acceptance.value)
             self._usual.add(share)
+            own.accepted.add(share)
         else:
             self._overhead_s.add(beside_s)
-        own.accepted.add(share)
-        own.offered.add(tokens.offered_count)
+        if own is not self.off:
+            own.offered.add(tokens.offered_count)
         if own.plan.siblings:
             own.paths.add(max(0, tokens.path_count - 1))
-        own.beside_s.add(beside_s)
-        own.updated_s = record.times.end_s
 
     def refresh(self, now_s: float) -> None:
         """Updates the estimates, every REFRESH_S."""

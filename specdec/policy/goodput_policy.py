@@ -26,13 +26,13 @@ from specdec.protocol.policy import Prediction
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import Proposer
 
-REVIEW_ROUNDS, REVIEW_S = 4, 0.02
+REVIEW_ROUNDS, REVIEW_S = 4, 0.04  # between two choices
 GAIN = 1.02  # least ratio of rates for a change of plan
-SPREAD = 1.0  # of a round's tokens, relative to their mean
-MEASURED_ROUNDS, EXPLORATION_ROUNDS, EXPLORATION_MAX_S = 8.0, 12, 4.0  # of a plan that may be chosen; of a measurement
+MEASURED_ROUNDS = PRIOR_ROUNDS / 2  # of a plan that may be chosen
+EXPLORATION_ROUNDS, EXPLORATION_MAX_S = 12, 4.0  # of a measurement
 BASELINE_SHARE, BASELINE_MAX_S = 0.003, 60.0  # of the time that plain decoding may lose; its longest interval
 PROBE_S, PROBE_ROUNDS = 3.0, 64  # without the draft, and without its helpers: they may have become better
-HELPER_GUESS, HELPER_ROUNDS = 0.3, 12.0  # accepted tokens of heads or local proposers in a round; rounds that count
+HELPER_GUESS = 0.3  # accepted tokens of heads or local proposers in a round
 
 
 class GoodputPolicy:
@@ -43,7 +43,9 @@ class GoodputPolicy:
         self._acceptance = Acceptance(goodput.acceptance)
         local_guess = goodput.local_guess if goodput.local is None else max(goodput.local_guess, HELPER_GUESS)
         guesses = local_guess, HELPER_GUESS, HELPER_GUESS  # a text may repeat: its first rounds find out
-        self._local, self._heads_help, self._local_help = (Mean(each, *[HELPER_ROUNDS] * 2) for each in guesses)
+        self._local, self._heads_help, self._local_help = (
+            Mean(each, *[float(EXPLORATION_ROUNDS)] * 2) for each in guesses
+        )
         self.wants_heads = self.wants_local = self._asks_local = goodput.local is not None
         self._exploring_until: tuple[int, float] | None = None  # rounds that counted, and a time
         self._instead = goodput.off  # the plan that an exploration stands for
@@ -87,7 +89,7 @@ class GoodputPolicy:
             self._counted_rounds += 1
             if record.plan.window:
                 self._acceptance.add(record)
-            goodput.measure(self._own, record, self._acceptance.value)
+            goodput.measure(self._own, record, self._acceptance)
         if now_s < goodput.baseline_until_s and self._own is not goodput.off and not self._exploring_until:
             self._explore(goodput.off, now_s)
         elif self._jumps != goodput.steps.jumps or (
@@ -125,8 +127,8 @@ class GoodputPolicy:
         return best if sure[best] > GAIN * sure[otherwise] else otherwise
 
     def _spread(self, own: Candidate) -> float:
-        """The relative error of a rate."""
-        return SPREAD / math.sqrt(PRIOR_ROUNDS + own.rounds) if own.plan.window else 0.0
+        """The relative error of a rate: a round's tokens scatter by their mean."""
+        return 1 / math.sqrt(PRIOR_ROUNDS + own.rounds) if own.plan.window else 0.0
 
     def _run(self, own: Candidate, now_s: float) -> None:
         """Puts a plan in force."""
@@ -156,7 +158,8 @@ class GoodputPolicy:
             if current is goodput.off:
                 self._local.value += min(1.0, elapsed_s / IDLE_S / 2) * (goodput.local_guess - self._local.value)
         self._rates = self._compute_rates()
-        self._weigh()
+        if self.is_speculating:
+            self._weigh()
         if exploring and not has_jumped:
             if self._counted_rounds < exploring[0] and now_s < exploring[1]:
                 return

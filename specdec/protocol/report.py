@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import accumulate, zip_longest
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from specdec.protocol.items import UINT32_MAX, Nodes, Verification
@@ -80,8 +81,8 @@ class Round(NamedTuple):
 
 class Delta(NamedTuple):
     """Tokens that became final, and the text that became final with them: `text_lengths[i]` characters with token i.
-    `proposers`: of each token, NONE for one that was not accepted. `rounds`: those of the tokens, where the request
-    asks for them."""
+    `proposers`: of each token, NONE for one that was not accepted. `rounds`: those of the tokens, `statistics`: of the
+    stream so far; each where the request asks for it."""
 
     first_output_index: int
     token_ids: tuple[int, ...]
@@ -91,6 +92,7 @@ class Delta(NamedTuple):
     logprobs: tuple[PositionLogprobs, ...] = ()
     proposers: tuple[Proposer, ...] = ()
     rounds: tuple[Round, ...] = ()
+    statistics: Statistics | None = None
 
     def merged(self, later: Delta) -> Delta:
         """Returns this delta and the next one as one."""
@@ -103,10 +105,12 @@ class Delta(NamedTuple):
             self.logprobs + later.logprobs,
             self.proposers + later.proposers,
             self.rounds + later.rounds,
+            later.statistics,
         )
 
     def parts(self) -> Iterator[Delta]:
-        """Yields this delta in deltas of at most DELTA_TOKEN_COUNT_MAX tokens, each with its own text and rounds."""
+        """Yields this delta in deltas of at most DELTA_TOKEN_COUNT_MAX tokens, each with its own text and rounds, the
+        last one with the statistics."""
         if len(self.token_ids) <= DELTA_TOKEN_COUNT_MAX:
             yield self
             return
@@ -119,7 +123,8 @@ class Delta(NamedTuple):
             text = self.text[text_start:text_end]
             first = self.first_output_index + start
             rounds = self.rounds[bisect_right(round_ends, start) : bisect_right(round_ends, end)]
-            parts = self.logprobs[own], self.proposers[own], rounds
+            statistics = self.statistics if end == len(self.token_ids) else None
+            parts = self.logprobs[own], self.proposers[own], rounds, statistics
             yield Delta(first, self.token_ids[own], self.kinds[own], text, lengths, *parts)
             start, text_start = end, text_end
 
@@ -312,6 +317,12 @@ class Statistics:
         both = zip_longest(self.acceptance_histogram, list(other.acceptance_histogram), fillvalue=0)
         self.acceptance_histogram = list(map(sum, both))
 
+    def snapshot(self) -> Statistics:
+        """Returns a copy."""
+        copied = Statistics(*VALUES(self))
+        copied.acceptance_histogram = self.acceptance_histogram.copy()
+        return copied
+
     @property
     def observed_tokens_per_s(self) -> float:
         """The rate of the stream from its first token on; 0 before the second."""
@@ -329,6 +340,7 @@ class Statistics:
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
+VALUES = attrgetter(*(own.name for own in fields(Statistics)))
 SUMMED = tuple(own.name for own in fields(Statistics) if own.metadata)
 TRACED = tuple(own.name for own in fields(Statistics) if own.metadata.get("is_traced"))
 SERIES = tuple((own.name, own.metadata["series"]) for own in fields(Statistics) if own.metadata.get("series"))

@@ -89,7 +89,7 @@ class SpeculativePolicy:
 
     `draft_window`, `draft_nodes_per_step`, `draft_wait_ms` and `draft_siblings` belong to mode FIXED, which must be
     named with them. `proposers`: those that may propose; empty: with FIXED the draft model, otherwise all of the
-    server. `report_rounds`: the client wants to see the rounds.
+    server. `report_rounds`, `report_statistics`: the client wants to see the rounds, and the statistics so far.
     """
 
     enabled: bool = True
@@ -102,6 +102,7 @@ class SpeculativePolicy:
     draft_siblings: int | None = None
     proposers: tuple[Proposer, ...] = ()
     report_rounds: bool = False
+    report_statistics: bool = False
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is not None:

@@ -11,9 +11,11 @@ import asyncio
 import http.client
 import os
 import ssl
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray.util
 from grpc_health.v1 import health_pb2
@@ -22,15 +24,14 @@ from specdec.errors import ConfigError, SpecdecError
 from specdec.gateway_settings import GatewaySettings
 from specdec.launch.children import KILL_GRACE_S, Child, arguments_of
 from specdec.ray import cluster
-from specdec.ray.config import Hosted
-from specdec.ray.placing import COORDINATOR, DRAFT, ActorSpec, reached_at, settings_on
+from specdec.ray.placing import COORDINATOR, ActorSpec, addresses_of, settings_on
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel
 from specdec.settings import TlsSettings
 from specdec.streams import warn
 
 POLL_S = 0.05
 FAILED_PAUSE_S = 5.0  # before a service that failed to start is restarted; until then `report` has the reason
-DRAFT_LOOK_S = 5.0
+LOOK_S = 1.0  # between two looks at Ray's table, for the addresses that a coordinator finds
 HEALTH_TIMEOUT_S = 2.0
 EXPLAINED_CODES = 1, 2  # exit codes of `specdec` with an error message
 
@@ -40,6 +41,7 @@ class Report:
     """The state of an actor's service. `health` is the gRPC health status, the gateway's by HTTP, or the error of the
     check; `failure` is the message of a service that failed to start; `pid` is its process, 0 without one."""
 
+    spec: ActorSpec
     address: str
     health: str
     failure: str
@@ -49,13 +51,11 @@ class Report:
 class ServiceActor:
     """Detached and named; Ray calls it from one thread, another thread owns its process for its whole life."""
 
-    def __init__(self, plan: ActorSpec) -> None:
-        self._plan = plan
+    def __init__(self, spec: ActorSpec) -> None:
+        self._spec = spec
         self._host: str = ray.util.get_node_ip_address()
-        self._settings: Hosted = plan.settings
         self._child: Child | None = None
-        self._draft_hosts: list[str] = []
-        self._next_look_s = 0.0
+        self._found: Addresses | None = None
         self._failure = ""
         self._is_stopping = False
         # Ray does not rerun a constructor that raises; all that may fail runs in the thread, whose end ends the actor.
@@ -63,35 +63,38 @@ class ServiceActor:
 
     def report(self) -> Report:
         """Returns the state of the service after a health check."""
-        child = self._child
-        address = "" if self._plan.follows else reached_at(self._settings, self._host)
+        child, settings = self._child, self._spec.settings
+        address = self._spec.reached_at(self._host)
         pid = child.process.pid if child is not None and child.is_running else 0
         if self._failure:
-            return Report(address, "failed", self._failure, pid)
-        if self._plan.follows:
-            return Report("", "follows target-0" if pid else "starting", "", pid)
-        if child is None or not child.address:
-            return Report(address, "starting", "", pid)
-        if isinstance(self._settings, GatewaySettings):
-            return Report(address, http_health_of(address, self._settings.http_ssl_certfile is not None), "", pid)
-        return Report(address, asyncio.run(health_of(address, self._settings)), "", pid)
+            health = "failed"
+        elif self._spec.follows:
+            health = f"follows {self._spec.follows}" if pid else "starting"
+        elif child is None or not child.address:
+            health = "starting"
+        elif isinstance(settings, GatewaySettings):
+            health = http_health_of(address, settings.http_ssl_certfile is not None)
+        else:
+            health = asyncio.run(health_of(address, settings))
+        return Report(self._spec, address, health, self._failure, pid)
 
     def stop(self) -> None:
         """Drains the service and ends its process; the actor stays until it is killed."""
         self._is_stopping = True
         if self._child is not None:
-            self._child.stop(self._settings.drain_grace_s + KILL_GRACE_S)
+            self._child.stop(self._spec.settings.drain_grace_s + KILL_GRACE_S)
 
     def _live(self) -> None:
         """Starts the process, waits for its end, and ends the actor."""
-        try:
-            self._child = self._start()
-            code, reason = self._watch(self._child)
-        except Exception as error:  # of Ray's tables or of the operating system; a restart resolves it
-            code, reason = -1, str(error)
+        with tempfile.TemporaryDirectory(prefix="specdec-") as folder:
+            try:
+                self._child = self._start(Path(folder))
+                code, reason = self._watch(self._child)
+            except Exception as error:  # of Ray's tables or of the operating system; a restart resolves it
+                code, reason = -1, str(error)
         if self._is_stopping:
             return
-        warn(f"{self._plan.role} ended with code {code}. {reason}")
+        warn(f"{self._spec.role} ended with code {code}. {reason}")
         if code in EXPLAINED_CODES and reason:
             self._failure = reason
             time.sleep(FAILED_PAUSE_S)
@@ -103,36 +106,52 @@ class ServiceActor:
             while child.is_running:
                 child.check_ready(POLL_S)
                 time.sleep(POLL_S)
-                self._follow_draft(child)
+                if self._found is not None:
+                    self._found.follow()
         except ConfigError as error:
             return child.process.wait(), str(error)
         return child.process.wait(), ""
 
-    def _start(self) -> Child:
-        if self._plan.command == COORDINATOR:
-            self._draft_hosts = self._where_drafts_are()
-        self._settings = settings_on(self._plan, self._host, self._draft_hosts)
-        return Child(self._plan.command, arguments_of(self._settings))
+    def _start(self, folder: Path) -> Child:
+        files: dict[str, str] = {}
+        if self._spec.command == COORDINATOR:
+            self._found = Addresses(self._spec, folder)
+            self._found.write()
+            files = self._found.files
+        return Child(self._spec.command, arguments_of(settings_on(self._spec, self._host, files)))
 
-    def _where_drafts_are(self) -> list[str]:
-        """Returns the draft's node, then nodes where it may restart; with TLS only the first, as in its certificate."""
-        draft = cluster.actors_of(self._plan.deployment.name).get(DRAFT)
-        labelled = cluster.hosts_with(self._plan.deployment.placement.draft.labels)
-        hosts = list(dict.fromkeys(([draft.host] if draft is not None and draft.host else []) + labelled))
-        return hosts[:1] if self._settings.has_tls else hosts
 
-    def _follow_draft(self, child: Child) -> None:
-        """Drains a coordinator whose draft runs on a node unknown to it; the next coordinator gets that node."""
-        if self._plan.command != COORDINATOR or time.monotonic() < self._next_look_s:
+class Addresses:
+    """The files with the addresses of targets and drafts that a coordinator reads, written from Ray's table."""
+
+    def __init__(self, spec: ActorSpec, folder: Path) -> None:
+        self._spec = spec
+        self._written: dict[str, str] = {}
+        self._next_look_s = 0.0
+        self.files = {kind.command: str(folder / f"{kind.command}s") for kind in spec.reaches}
+
+    def write(self) -> None:
+        """Writes each file whose addresses have changed, by rename: a reader sees the old or the new ones."""
+        hosts = {role: row.host for role, row in cluster.actors_of(self._spec.deployment).items()}
+        for kind in self._spec.reaches:
+            text = "".join(f"{address}\n" for address in addresses_of(kind, hosts))
+            if self._written.get(kind.command) != text:
+                file = Path(self.files[kind.command])
+                new = file.with_suffix(".new")
+                new.write_text(text, encoding="utf-8")
+                new.rename(file)
+                self._written[kind.command] = text
+
+    def follow(self) -> None:
+        """Writes once in LOOK_S. Where Ray's head does not answer the addresses stay: requests do not depend on it."""
+        if time.monotonic() < self._next_look_s:
             return
-        self._next_look_s = time.monotonic() + DRAFT_LOOK_S
+        self._next_look_s = time.monotonic() + LOOK_S
         try:
-            draft = cluster.actors_of(self._plan.deployment.name).get(DRAFT)
-        except Exception as error:  # Ray's head node failed: requests do not depend on it
-            warn(f"{self._plan.role} cannot find the node of the draft: {error}")
-            return
-        if draft is not None and draft.host and draft.host not in self._draft_hosts:
-            child.request_stop()
+            self.write()
+        except Exception as error:
+            self._next_look_s += FAILED_PAUSE_S
+            warn(f"{self._spec.role} cannot look for targets and drafts: {error}")
 
 
 async def health_of(address: str, tls: TlsSettings) -> str:

@@ -80,12 +80,3 @@ def actors_of(deployment: str) -> dict[str, ActorRow]:
 def _row(row: Mapping[str, Any], role: str) -> ActorRow:
     host = row["Address"]["IPAddress"] if row["State"] == ALIVE else ""
     return ActorRow(role, row["State"], host, row["NumRestarts"], row["Pid"])
-
-
-def hosts_with(labels: Mapping[str, str]) -> list[str]:
-    """Returns the addresses of the living nodes with all labels."""
-    return [
-        node["NodeManagerAddress"]
-        for node in ray.nodes()
-        if node["Alive"] and labels.items() <= node.get("Labels", {}).items()
-    ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specdec.cli.options import OneLineParser, UsageError
 from specdec.errors import ConfigError
 from specdec.ray.config import RaySettings, read_deployment
-from specdec.ray.placing import COORDINATOR, DRAFT, GATEWAY, ActorSpec
+from specdec.ray.placing import COORDINATOR, FOLLOWS, GATEWAY, ActorSpec, plan
 from specdec.streams import say, warn
 from specdec.terminal import make_console, print_text
 
@@ -22,7 +22,8 @@ OVERVIEW = """usage: specdec ray COMMAND [FLAGS]
 The services as actors of a Ray cluster: Ray places and restarts them, gRPC carries everything else.
 
 Commands:
-  up           Starts a deployment from a file, and returns when its coordinator and gateway serve.
+  up           Starts a deployment from a file, or changes a running one to it; returns when coordinators and
+               gateways serve.
   status       Shows the node, address, number of restarts and health of each actor.
   down         Drains the services of a deployment and removes it.
 
@@ -67,19 +68,22 @@ def _connect(address: str | None) -> None:
 
 
 def up(arguments: Sequence[str]) -> int:
-    """Starts the deployment of a file. An error or an interrupt removes the started part."""
-    asked = _parser("up", "Starts a deployment.", wants_file=True).parse_args(list(arguments))
+    """Makes what runs that of a file. An error or an interrupt removes what was started of a new deployment."""
+    asked = _parser("up", "Starts a deployment, or changes a running one.", wants_file=True).parse_args(list(arguments))
     deployment = read_deployment(asked.config)
     _connect(asked.ray_address)
-    from specdec.ray.deployment import begin, remove, wait_until_serving
+    from specdec.ray.deployment import look, remove, update
 
     began_s = time.monotonic()
-    actors = begin(deployment)
+    is_new = not look(deployment.name)
     try:
-        seen = wait_until_serving(deployment, actors, lambda actor, found: _tell(began_s, actor, found))
+        seen = update(plan(deployment), deployment.start_timeout_s, lambda actor, found: _tell(began_s, actor, found))
     except BaseException:
-        warn("removing the started part")
-        remove(deployment.name)
+        if is_new:
+            warn("removing the started part")
+            remove(deployment.name)
+        else:
+            warn("what has not been changed stays as it was; `specdec ray up` goes on from here")
         raise
     _tell_serving(deployment, seen, time.monotonic() - began_s)
     return 0
@@ -93,35 +97,37 @@ def _tell(began_s: float, actor: ActorSpec, found: Seen | None) -> None:
         words = f"serves on {found.report.address}" if found.report else ""
     else:
         words = f"{found.health} on {found.row.host}"
-    say(f"{time.monotonic() - began_s:7.1f} s  {actor.role:<12} {words}")
+    say(f"{time.monotonic() - began_s:7.1f} s  {actor.role:<15} {words}")
 
 
 def _tell_serving(deployment: RaySettings, seen: dict[str, Seen], took_s: float) -> None:
-    report = seen[COORDINATOR].report
-    assert report is not None
+    addresses: dict[str, list[str]] = {COORDINATOR: [], GATEWAY: []}
+    for role, found in seen.items():
+        if found.is_serving and found.report is not None:
+            addresses.setdefault(role.partition("-")[0], []).append(found.report.address)
     model = deployment.target.served_model_name or deployment.target.model
-    say(f"specdec serves {model} on {report.address} after {took_s:.1f} s")
-    if deployment.draft is not None and not (DRAFT in seen and seen[DRAFT].is_serving):
-        say("the draft does not serve yet; until then texts go on without its guesses")
-    if (gateway := seen[GATEWAY].report if GATEWAY in seen else None) is not None and deployment.gateway is not None:
-        scheme = "http" if deployment.gateway.http_ssl_certfile is None else "https"
-        say(f"OpenAI's interface: base URL {scheme}://{gateway.address}/v1")
+    say(f"specdec serves {model} on {', '.join(addresses[COORDINATOR])} after {took_s:.1f} s")
+    if late := [role for role, found in seen.items() if not (found.is_serving or FOLLOWS in role)]:
+        say(f"{', '.join(late)}: not serving yet; texts go on without")
+    scheme = "http" if deployment.gateway is None or deployment.gateway.http_ssl_certfile is None else "https"
+    for address in addresses[GATEWAY]:
+        say(f"OpenAI's interface: base URL {scheme}://{address}/v1")
     flags = " --ssl-certfile … --ssl-keyfile … --ssl-ca-certs …" if deployment.coordinator.has_tls else " --insecure"
-    say(f'next: specdec generate "def main():" --address {report.address}{flags}')
+    say(f'next: specdec generate "def main():" --address {addresses[COORDINATOR][0]}{flags}')
     say(f"      specdec ray status --name {deployment.name}; specdec ray down --name {deployment.name}")
 
 
 def status(arguments: Sequence[str]) -> int:
-    """Prints the table; the exit code is 0 while the coordinator, and the gateway if there is one, serves."""
+    """Prints the table; the exit code is 0 while every coordinator and gateway serves."""
     asked = _parser("status", "Shows a deployment.", wants_file=False).parse_args(list(arguments))
     _connect(asked.ray_address)
-    from specdec.ray.deployment import is_serving, look
+    from specdec.ray.deployment import FRONTS, is_serving, look
 
     seen = look(asked.name)
     if not seen:
         raise ConfigError(f"{asked.name} is not on this cluster; `specdec ray up --config FILE` starts it")
     _show(seen)
-    return 0 if is_serving(seen, GATEWAY in seen) else 1
+    return 0 if is_serving(seen, [role for role in seen if role.partition("-")[0] in FRONTS]) else 1
 
 
 def _show(seen: dict[str, Seen]) -> None:

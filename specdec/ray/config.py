@@ -33,6 +33,7 @@ from specdec.settings import (
 PLACEMENT = "Placement"
 DRAFT_LABELS = {"specdec-role": "draft"}
 RANKS_PORT = 50054  # on loopback of the target's node
+PORT_STEP = 10  # between the ports of two services of a kind: a node may have both
 SECTIONS: dict[str, type[Settings]] = {
     "target": TargetSettings,
     "draft": DraftSettings,
@@ -57,7 +58,7 @@ PATHS = (
     "http_ssl_certfile",
     "http_ssl_keyfile",
 )
-UNPLACED = "127.0.0.1:1"  # stands for an address until the actor knows its node
+UNPLACED = ("127.0.0.1:1",)  # stands for addresses until the actor knows its node
 
 Labels = dict[Annotated[str, Field(min_length=1)], str]
 Hosted = ServiceSettings | GatewaySettings
@@ -78,12 +79,16 @@ class DraftPlacement(ActorPlacement):
 
 
 class Placement(Settings):
-    """The placement of services: target, coordinator and gateway on one node, the draft on another."""
+    """The numbers of services and their nodes: ranks of a target on one, with coordinators and a gateway; drafts on
+    others. Coordinators are in turn beside targets."""
 
+    targets: int = setting(1, PLACEMENT, "Number of targets.", ge=1, le=1024)
+    drafts: int = setting(1, PLACEMENT, "Number of drafts, if the file has a draft.", ge=1, le=1024)
+    coordinators: int = setting(1, PLACEMENT, "Number of coordinators.", ge=1, le=64)
     target: ActorPlacement = setting(ActorPlacement(), PLACEMENT, "Placement of each rank; all ranks are on one node.")
-    draft: DraftPlacement = setting(DraftPlacement(), PLACEMENT, "Placement of the draft.")
-    coordinator_cpus: int = setting(1, PLACEMENT, "CPUs of the coordinator, on the target's node.", ge=1, le=1024)
-    gateway_cpus: int = setting(1, PLACEMENT, "CPUs of the gateway, on the target's node.", ge=1, le=1024)
+    draft: DraftPlacement = setting(DraftPlacement(), PLACEMENT, "Placement of each draft.")
+    coordinator_cpus: int = setting(1, PLACEMENT, "CPUs of a coordinator, on a target's node.", ge=1, le=1024)
+    gateway_cpus: int = setting(1, PLACEMENT, "CPUs of a gateway, on a target's node.", ge=1, le=1024)
 
 
 class RaySettings(TlsSettings):
@@ -128,7 +133,7 @@ class RaySettings(TlsSettings):
             values["coordinator"] = {"tokenizer": values["target"].get("model"), "target": UNPLACED, **coordinator}
         gateway = values.get("gateway")
         if isinstance(target, dict) and isinstance(gateway, dict):
-            values["gateway"] = {"model": values["target"].get("model"), "address": (UNPLACED,), **gateway}
+            values["gateway"] = {"model": values["target"].get("model"), "address": UNPLACED, **gateway}
         return values
 
     @model_validator(mode="after")
@@ -139,10 +144,17 @@ class RaySettings(TlsSettings):
             service.check_reach("of the node", f"{name}: the address")
             if isinstance(service, GatewaySettings):
                 check_http_reach("of the node", service.api_keys_file, service.insecure)
-        ports = [service.port for service in self.services.values()] + [self.ranks_port]
-        if 0 in ports or len(set(ports)) < len(ports):
+        place = self.placement
+        counts = {"target": place.targets, "draft": place.drafts, "coordinator": place.coordinators}
+        counts["gateway"] = min(place.targets, place.coordinators)
+        first = {name: service.port for name, service in self.services.items()} | {"ranks": self.ranks_port}
+        ports = [
+            port + PORT_STEP * index for name, port in first.items() for index in range(counts.get(name, place.targets))
+        ]
+        if 0 in first.values() or len(set(ports)) < len(ports) or max(ports) > 65535:
             raise ValueError(
-                f"ports are {ports}; they must differ and not be 0: a restarted service uses the same port"
+                f"ports are {sorted(ports)[:20]}; they must differ and be 1 to 65535: a restarted service uses the "
+                f"same port, and the next of its kind that port + {PORT_STEP}"
             )
         return self
 

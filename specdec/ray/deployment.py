@@ -1,29 +1,51 @@
-"""A deployment on a Ray cluster: start, wait until it serves, status, removal.
+"""A deployment on a Ray cluster: start, change, wait until it serves, status, removal.
 
-Its name identifies it and no other state is stored, so any machine of the cluster can read or remove it.
+Its name identifies it and no other state is stored, so any machine of the cluster can read, change or remove it: what
+runs is what the actors say of themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specdec.errors import ConfigError
 from specdec.ray.actor import Report, ServiceActor
 from specdec.ray.cluster import ALIVE, NAMESPACE, ActorRow, actor_name, actors_of
-from specdec.ray.config import RaySettings
-from specdec.ray.placing import COORDINATOR, GATEWAY, TARGET, ActorSpec, bundles, plan
+from specdec.ray.placing import (
+    COORDINATOR,
+    DRAFT,
+    GATEWAY,
+    TARGET,
+    ActorSpec,
+    Group,
+    changes,
+    ended_for,
+    is_there,
+    sorted_roles,
+)
 
 POLL_S = 0.5
 REPORT_TIMEOUT_S = 5.0
+KNOWN_TIMEOUT_S = 30.0  # for the answers of all actors, before one without an answer is replaced
 REMOVE_TIMEOUT_S = 60.0
 SERVING = "SERVING"
+FRONTS = COORDINATOR, GATEWAY  # what clients reach
+DRAINED = GATEWAY, COORDINATOR, TARGET, DRAFT  # the order in which services that end together are drained
+Tell = Callable[[ActorSpec, "Seen | None"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +60,11 @@ class Seen:
         return self.report is not None and self.report.health == SERVING
 
     @property
+    def spec(self) -> ActorSpec | None:
+        """What it says that it is."""
+        return self.report.spec if self.report is not None else None
+
+    @property
     def health(self) -> str:
         """The state in a few words."""
         if self.report is not None:
@@ -45,38 +72,41 @@ class Seen:
         return "no answer" if self.row.state == ALIVE else self.row.state.lower().replace("_", " ")
 
 
-def begin(deployment: RaySettings) -> list[ActorSpec]:
-    """Creates the target's group and all actors; returns at once, even without capacity for them.
-
-    Raises ConfigError if the deployment exists.
-    """
-    if actors_of(deployment.name):
-        raise ConfigError(f"{deployment.name} is there already; specdec ray status shows it, specdec ray down ends it")
-    _remove_group(deployment.name)
-    actors = plan(deployment)
-    own = bundles(actors)
-    labels = dict(deployment.placement.target.labels)
-    group = placement_group(
-        own,
-        strategy="STRICT_PACK",
-        name=actor_name(deployment.name, TARGET),
-        lifetime="detached",
-        bundle_label_selector=[labels] * len(own) if labels else None,
-    )
+def begin(actors: Sequence[ActorSpec]) -> None:
+    """Creates groups and actors; returns at once, even without capacity for them."""
+    groups: dict[str, PlacementGroup] = {}
     for actor in actors:
-        _create(actor, group)
-    return actors
+        group = actor.group
+        if group is not None and group.name not in groups:
+            groups[group.name] = _group(actor.deployment, group)
+        _create(actor, None if group is None else groups[group.name])
 
 
-def _create(actor: ActorSpec, group: PlacementGroup) -> None:
+def _group(deployment: str, group: Group) -> PlacementGroup:
+    """Returns the placement group of this name, which is made where there is none."""
+    name = actor_name(deployment, group.name)
+    try:
+        found: PlacementGroup = get_placement_group(name)
+    except ValueError:
+        found = placement_group(
+            [{"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})} for cpus, gpus in group.bundles],
+            strategy="STRICT_PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=[dict(group.labels)] * len(group.bundles) if group.labels else None,
+        )
+    return found
+
+
+def _create(actor: ActorSpec, group: PlacementGroup | None) -> None:
     """Has Ray place the actor, and again after each loss."""
     where: dict[str, object]
-    if actor.bundle is not None:
+    if group is not None:
         where = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, actor.bundle)}
     else:
         where = {"label_selector": dict(actor.labels)} if actor.labels else {}
     ray.remote(ServiceActor).options(
-        name=actor_name(actor.deployment.name, actor.role),
+        name=actor_name(actor.deployment, actor.role),
         namespace=NAMESPACE,
         lifetime="detached",
         max_restarts=-1,
@@ -84,6 +114,47 @@ def _create(actor: ActorSpec, group: PlacementGroup) -> None:
         num_gpus=actor.gpus,
         **where,
     ).remote(actor)
+
+
+def update(wanted: Sequence[ActorSpec], start_timeout_s: float, tell: Tell) -> dict[str, Seen]:
+    """Makes the running actors of a deployment the wanted ones: ends those that are not wanted, creates new ones, and
+    replaces changed ones, drained, one by one; a target with all its ranks, and with its group where that has changed.
+    Returns what is seen once they serve; of a new deployment once coordinators and gateways do.
+
+    Raises ConfigError as `wait_until_serving` does; what was changed before stays.
+    """
+    name = wanted[0].deployment
+    known = _known(name)
+    todo = changes(wanted, known)
+    end(name, todo.removed)
+    filled = {spec.group.name for spec in known.values() if spec is not None and spec.group is not None}
+    _remove_groups(name, _groups(name) - (filled & {actor.group.name for actor in wanted if actor.group is not None}))
+    begin(todo.added)
+    awaited = todo.added if known else [actor for actor in todo.added if actor.command in FRONTS]
+    wait_until_serving(todo.added, awaited, start_timeout_s, tell)
+    for unit in todo.replaced:
+        _replace(unit)
+        wait_until_serving(unit, unit, start_timeout_s, tell)
+    return look(name)
+
+
+def _known(name: str) -> dict[str, ActorSpec | None]:
+    """Returns what each actor says that it is; None for one without a node, or without an answer."""
+    deadline_s = time.monotonic() + KNOWN_TIMEOUT_S
+    while True:
+        seen = look(name)
+        if all(found.report or found.row.state != ALIVE for found in seen.values()) or time.monotonic() > deadline_s:
+            return {role: found.spec for role, found in seen.items()}
+
+
+def _replace(unit: Sequence[ActorSpec]) -> None:
+    """Ends what runs in place of these actors, with the whole group if another is wanted, and creates them."""
+    name, group = unit[0].deployment, unit[0].group
+    known = _known(name)
+    end(name, ended_for(unit, known))
+    if group is not None and not is_there(group, known):
+        _remove_groups(name, {group.name})
+    begin(unit)
 
 
 def look(name: str) -> dict[str, Seen]:
@@ -95,7 +166,7 @@ def look(name: str) -> dict[str, Seen]:
             asked[role] = handle.report.remote()
     if asked:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=REPORT_TIMEOUT_S)
-    return {role: Seen(row, _answer(asked.get(role))) for role, row in sorted(rows.items())}
+    return {role: Seen(rows[role], _answer(asked.get(role))) for role in sorted_roles(rows)}
 
 
 def _handle(name: str, role: str) -> ray.actor.ActorHandle[ServiceActor] | None:
@@ -115,17 +186,16 @@ def _answer(asked: ray.ObjectRef[Report] | None) -> Report | None:
 
 
 def wait_until_serving(
-    deployment: RaySettings, actors: Sequence[ActorSpec], on_change: Callable[[ActorSpec, Seen | None], None]
+    actors: Sequence[ActorSpec], awaited: Sequence[ActorSpec], timeout_s: float, tell: Tell
 ) -> dict[str, Seen]:
-    """Returns the actors once the coordinator, and the gateway if there is one, serves. Calls `on_change` for an
-    actor in a new state.
+    """Returns what is seen once the awaited ones of these actors serve. Calls `tell` for an actor in a new state.
 
     Raises ConfigError with a service's own message when it cannot start, or with the waiting actors after the timeout.
     """
-    deadline_s = time.monotonic() + deployment.start_timeout_s
+    deadline_s = time.monotonic() + timeout_s
     before: dict[str, str] = {}
-    while True:
-        seen = look(deployment.name)
+    while actors:
+        seen = look(actors[0].deployment)
         for actor in actors:
             found = seen.get(actor.role)
             if found is not None and found.report is not None and found.report.failure:
@@ -133,39 +203,49 @@ def wait_until_serving(
             state = found.health if found and found.row.host else ""
             if before.get(actor.role) != state:
                 before[actor.role] = state
-                on_change(actor, found)
-        if is_serving(seen, deployment.gateway is not None):
+                tell(actor, found)
+        if is_serving(seen, [actor.role for actor in awaited if not actor.follows]):
             return seen
         if time.monotonic() > deadline_s:
             waiting = [f"{actor.role} ({before.get(actor.role) or actor.wants})" for actor in actors]
-            raise ConfigError(f"not serving within {deployment.start_timeout_s:g} s: {', '.join(waiting)}")
+            raise ConfigError(f"not serving within {timeout_s:g} s: {', '.join(waiting)}")
         time.sleep(POLL_S)
+    return {}
 
 
-def is_serving(seen: Mapping[str, Seen], has_gateway: bool) -> bool:
-    """Whether the actors that clients reach serve."""
-    fronts = [COORDINATOR, GATEWAY] if has_gateway else [COORDINATOR]
-    return all(role in seen and seen[role].is_serving for role in fronts)
+def is_serving(seen: Mapping[str, Seen], roles: Sequence[str]) -> bool:
+    """Whether the actors of these roles serve."""
+    return all(role in seen and seen[role].is_serving for role in roles)
 
 
 def remove(name: str) -> list[str]:
-    """Ends a deployment, the gateway and the coordinator first, each service drained; returns its roles.
+    """Ends a deployment; returns its roles. Idempotent. Raises ConfigError when Ray does not end them."""
+    roles = sorted_roles(actors_of(name))
+    end(name, roles)
+    _remove_groups(name, _groups(name))
+    return roles
 
-    Returns when no actor lives. Idempotent. Raises ConfigError when Ray does not end them.
+
+def end(name: str, roles: Collection[str]) -> None:
+    """Ends actors, gateways and coordinators first, each service drained; returns when none of them lives.
+
+    Raises ConfigError when Ray does not end them.
     """
     rows = actors_of(name)
-    for roles in ([GATEWAY], [COORDINATOR], [role for role in rows if role not in (GATEWAY, COORDINATOR)]):
-        _stop(name, [role for role in roles if role in rows and rows[role].state == ALIVE])
-    for role in rows:
+    for command in DRAINED:
+        _stop(name, [role for role in roles if role.partition("-")[0] == command and is_alive(rows.get(role))])
+    for role in roles:
         if (handle := _handle(name, role)) is not None:
             ray.kill(handle, no_restart=True)
-    _remove_group(name)
     deadline_s = time.monotonic() + REMOVE_TIMEOUT_S
-    while left := actors_of(name):
+    while left := [role for role in roles if role in actors_of(name)]:
         if time.monotonic() > deadline_s:
             raise ConfigError(f"{', '.join(left)} did not end within {REMOVE_TIMEOUT_S:g} s")
         time.sleep(POLL_S / 5)
-    return sorted(rows)
+
+
+def is_alive(row: ActorRow | None) -> bool:
+    return row is not None and row.state == ALIVE
 
 
 def _stop(name: str, roles: Sequence[str]) -> None:
@@ -176,9 +256,20 @@ def _stop(name: str, roles: Sequence[str]) -> None:
         ray.wait(stopping, num_returns=len(stopping), timeout=None)
 
 
-def _remove_group(name: str) -> None:
-    try:
-        group = get_placement_group(actor_name(name, TARGET))
-    except ValueError:  # there is none
-        return
-    remove_placement_group(group)
+def _groups(name: str) -> set[str]:
+    """Returns the names of the deployment's placement groups."""
+    prefix = actor_name(name, "")
+    there = [row["name"] for row in placement_group_table().values() if row["state"] != "REMOVED"]
+    return {group.removeprefix(prefix) for group in there if group.startswith(prefix)}
+
+
+def _remove_groups(name: str, groups: Collection[str]) -> None:
+    """Removes placement groups; returns when they are gone. Raises ConfigError when Ray does not remove them."""
+    for group in groups:
+        with contextlib.suppress(ValueError):  # there is none
+            remove_placement_group(get_placement_group(actor_name(name, group)))
+    deadline_s = time.monotonic() + REMOVE_TIMEOUT_S
+    while left := _groups(name).intersection(groups):
+        if time.monotonic() > deadline_s:
+            raise ConfigError(f"the groups of {', '.join(sorted(left))} did not end within {REMOVE_TIMEOUT_S:g} s")
+        time.sleep(POLL_S / 5)

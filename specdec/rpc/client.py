@@ -41,11 +41,13 @@ def open_channel(
     address: str, tls: TlsSettings, message_bytes: int = MESSAGE_BYTES_MIN, is_patient: bool = False, tls_name: str = ""
 ) -> grpc.aio.Channel:
     """Returns a channel to HOST:PORT, not yet connected. Close it. ConfigError when a TLS file cannot be read.
-    `is_patient`: its user finds a silent peer by itself."""
+    `is_patient`: its user finds a silent peer by itself; `tls_name`: the name that the peer's certificate must have, in
+    place of the address."""
     keepalive = PATIENT_KEEPALIVE_OPTIONS if is_patient else KEEPALIVE_OPTIONS
     options = (*keepalive, *_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
     if tls.has_tls:
-        return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
+        named = (("grpc.ssl_target_name_override", tls_name),) if tls_name else ()
+        return grpc.aio.secure_channel(address, channel_credentials(tls), options=(*options, *named))
     return grpc.aio.insecure_channel(address, options=options)
 
 

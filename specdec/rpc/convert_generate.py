@@ -7,6 +7,7 @@ this version does not know is refused by number: no field that a user sets is ig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 from google.protobuf.message import Message
@@ -42,6 +43,9 @@ from specdec.rpc.convert import (
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 UNKNOWN_BYTES_NAMED_MAX = 4096  # more bytes of unknown fields are refused without a look for their numbers
+TIME_NAMES = [field.name for field in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
+COUNT_NAMES = [own.name for own in coordinator_pb.Statistics.DESCRIPTOR.fields if own.name not in ("time", "rule")]
+TIMES, COUNTS = attrgetter(*TIME_NAMES), attrgetter(*COUNT_NAMES)  # of each delta, if asked for
 _OPTIONAL_SAMPLING = (
     "max_tokens",
     "min_tokens",
@@ -118,7 +122,8 @@ def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> Specu
         limit = ", ".join(f"{mode.value} ({mode.name})" for mode in SpeculationMode)
         raise InvalidRequest("speculative.policy", message.policy, limit) from None
     numbers = ("num_speculative_tokens", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings")
-    given = {name: getattr(message, name) for name in ("enabled", "report_rounds", *numbers) if message.HasField(name)}
+    names = ("enabled", "report_rounds", "report_statistics", *numbers)
+    given = {name: getattr(message, name) for name in names if message.HasField(name)}
     return SpeculativePolicy(rule=rule, mode=mode, proposers=proposers_from_message(message), **given)
 
 
@@ -192,8 +197,8 @@ def _started_to_message(event: Started, target: Description) -> coordinator_pb.S
 
 
 def _delta_fields(event: Delta) -> dict[str, Any]:
-    first_output_index, token_ids, kinds, text, text_lengths, logprobs, proposers, rounds = event
-    fields = {
+    first_output_index, token_ids, kinds, text, text_lengths, logprobs, proposers, rounds, statistics = event
+    fields: dict[str, Any] = {
         "first_output_index": first_output_index,
         "token_ids": token_ids,
         "kinds": kinds,
@@ -204,6 +209,8 @@ def _delta_fields(event: Delta) -> dict[str, Any]:
     }
     if rounds:
         fields["rounds"] = [coordinator_pb.Round(**own._asdict()) for own in rounds]
+    if statistics is not None:
+        fields["statistics"] = statistics_to_message(statistics)
     return fields
 
 
@@ -226,10 +233,8 @@ def _finished_to_message(event: Finished) -> coordinator_pb.Finished:
 
 def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
     """Returns the message of statistics and of those derived from them; the fields have the same names."""
-    names = [field.name for field in coordinator_pb.Statistics.DESCRIPTOR.fields if field.name not in ("time", "rule")]
-    counts = {name: getattr(statistics, name) for name in names}
-    parts = [field.name for field in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
-    time = coordinator_pb.TimeSplit(**{name: getattr(statistics, name) for name in parts})
+    time = coordinator_pb.TimeSplit(**{name: value for name, value in zip(TIME_NAMES, TIMES(statistics)) if value})
+    counts = {name: value for name, value in zip(COUNT_NAMES, COUNTS(statistics)) if value}
     return coordinator_pb.Statistics(time=time, rule=rule_to_number(statistics.rule), **counts)
 
 

@@ -127,7 +127,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_types_pb2.LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class SpeculativePolicy(_message.Message):
-    __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings", "proposers", "report_rounds")
+    __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings", "proposers", "report_rounds", "report_statistics")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class SpeculativePolicy(_message.Message):
     DRAFT_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_STATISTICS_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_speculative_tokens: int
     rule: _types_pb2.Rule
@@ -148,7 +149,8 @@ class SpeculativePolicy(_message.Message):
     draft_siblings: int
     proposers: _containers.RepeatedScalarFieldContainer[Proposer]
     report_rounds: bool
-    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., draft_window: _Optional[int] = ..., draft_nodes_per_step: _Optional[int] = ..., draft_wait_ms: _Optional[float] = ..., draft_siblings: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., report_rounds: bool = ...) -> None: ...
+    report_statistics: bool
+    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., draft_window: _Optional[int] = ..., draft_nodes_per_step: _Optional[int] = ..., draft_wait_ms: _Optional[float] = ..., draft_siblings: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., report_rounds: bool = ..., report_statistics: bool = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("output_token_ids",)
@@ -197,7 +199,7 @@ class Moved(_message.Message):
     def __init__(self, first_output_index: _Optional[int] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs", "text_lengths", "proposers", "rounds")
+    __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs", "text_lengths", "proposers", "rounds", "statistics")
     FIRST_OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +208,7 @@ class Delta(_message.Message):
     TEXT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    STATISTICS_FIELD_NUMBER: _ClassVar[int]
     first_output_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     kinds: _containers.RepeatedScalarFieldContainer[TokenKind]
@@ -214,7 +217,8 @@ class Delta(_message.Message):
     text_lengths: _containers.RepeatedScalarFieldContainer[int]
     proposers: _containers.RepeatedScalarFieldContainer[Proposer]
     rounds: _containers.RepeatedCompositeFieldContainer[Round]
-    def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., text_lengths: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ...) -> None: ...
+    statistics: Statistics
+    def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., text_lengths: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ...) -> None: ...
 
 class Round(_message.Message):
     __slots__ = ("round_index", "draft_token_ids", "parents", "proposers", "accepted", "num_output_tokens", "round_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")

@@ -207,6 +207,21 @@ def test_beyond_loopback_needs_tls_or_insecure(host, tmp_path):
     assert not is_loopback(host)
 
 
+@pytest.mark.parametrize("command", ["draft", "target"])
+def test_allowed_peers_need_certificates(command, tmp_path):
+    """Claim: --allow-peer may be repeated, and without TLS it is refused at the start, naming the flags that
+    are missing. Source: without certificates it would allow no peer, or every one."""
+    names = ["--allow-peer", "coordinator", "--allow-peer", "c.example.org"]
+    refused = refusal(command, "--model", "m", *names)
+    assert all(flag in refused for flag in ("--allow-peer coordinator", "--ssl-certfile", "--ssl-keyfile"))
+    files = [tmp_path / name for name in ("key", "cert", "ca")]
+    for file in files:
+        file.write_text("")
+    tls = ["--ssl-keyfile", str(files[0]), "--ssl-certfile", str(files[1]), "--ssl-ca-certs", str(files[2])]
+    assert read(command, "--model", "m", *names, *tls).allow_peer == ("coordinator", "c.example.org")
+    assert "at least 1 character" in refusal(command, "--model", "m", "--allow-peer", "", *tls)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
 def test_loopback_needs_nothing(host):
     """A host that no other machine can reach needs no certificates."""

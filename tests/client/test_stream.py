@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,45 @@ async def test_a_lost_stream_goes_on(error: SpecdecError | None) -> None:
     assert not request.sampling.HasField("seed"), "the caller's own request is left as it was"
 
 
+def statistics(**own: Any) -> pb.Statistics:
+    time = own.pop("time", None)
+    return pb.Statistics(time=pb.TimeSplit(**(time or {})), **own)
+
+
+async def test_statistics_are_of_all_streams() -> None:
+    """Claim: the end of a text that was lost twice has the sums over its streams, each as far as its last delta told;
+    rates follow from the sums; the first stream's cached prompt tokens and time to the first token, and the last one's
+    plan, stay. Without resuming they are not asked for.
+
+    Conclusive: every part differs from the others, a stream was lost before its first delta, and sums are literal.
+    """
+    time = {"total_s": 1.0, "time_to_first_token_s": 0.5, "draft_wait_s": 0.25}
+    first, second, third = delta(0, 1, 2), delta(2, 3), delta(3, 4)
+    counts = {"num_spec_steps": 1, "num_draft_tokens": 3, "num_accepted_draft_tokens": 1}
+    kept = {"cached_prompt_tokens": 7, "exploration_loss_s": 0.5, "draft_link_bytes": 1 << 40}
+    first.delta.statistics.CopyFrom(statistics(rounds=1))
+    second.delta.statistics.CopyFrom(
+        statistics(rounds=2, acceptance_histogram=[0, 1], policy_reason="old", time=time, **counts, **kept)
+    )
+    third.delta.statistics.CopyFrom(statistics(rounds=(1 << 32) - 3, time=time, cached_prompt_tokens=9, **counts))
+    last = statistics(rounds=3, acceptance_histogram=[2, 0, 1], policy_reason="new", time=time, **counts, **kept)
+    end = pb.Finished(reason=pb.FINISH_REASON_STOP, usage=pb.Usage(output_tokens=5), statistics=last)
+    finished = pb.GenerateResponse(finished=end)
+    calls = [started(), first, second, LOST], [started(), LOST], [started(), third, LOST], [started(), finished]
+    async with scripted(*calls) as (address, requests), Client(address) as client:
+        whole = (await client.read(make_request("x"))).statistics
+    assert all(request.speculative.report_statistics for request in requests)
+    assert (whole.rounds, list(whole.acceptance_histogram), whole.policy_reason) == ((1 << 32) - 1, [2, 1, 1], "new")
+    assert (whole.num_spec_steps, whole.num_draft_tokens, whole.num_accepted_draft_tokens) == (3, 9, 3)
+    assert (whole.mean_acceptance_length, whole.draft_acceptance_rate) == (2.0, 3 / 9)
+    assert (whole.cached_prompt_tokens, whole.draft_link_bytes, whole.exploration_loss_s) == (7, 2 << 40, 1.0)
+    assert (whole.time.total_s, whole.time.time_to_first_token_s, whole.time.draft_wait_s) == (3.0, 0.5, 0.75)
+    assert whole.observed_tokens_per_s == 4 / 2.5
+    async with scripted([started(), finished]) as (address, requests), Client(address, resume_s=0.0) as client:
+        assert (await client.read(make_request("x"))).statistics == last
+    assert not requests[0].speculative.report_statistics
+
+
 async def test_rejection_is_resumed_without_a_seed() -> None:
     """Claim: under REJECTION, which refuses a seed, none is sent. Conclusive: the request on the wire has none."""
     calls = [started(types_pb.RULE_REJECTION), LOST], [started(types_pb.RULE_REJECTION), FINISHED]
@@ -129,11 +169,20 @@ async def test_other_errors_are_told_at_once(
     assert len(requests) == 1
 
 
-@pytest.mark.parametrize("other", [started(digest="e"), started(device="cuda")], ids=["weights", "numerics"])
-async def test_another_model_does_not_go_on_with_a_text(other: pb.GenerateResponse) -> None:
-    """Claim: if the target that is back has other weights or computes otherwise, the text ends with an error that says
-    so, and no token of it is shown. Source: docs/reliability.md. Conclusive: the second stream would have given one."""
-    calls = [started(), delta(0, 1), LOST], [other, delta(1, 2), FINISHED]
+async def test_other_numerics_are_told_before_their_first_token() -> None:
+    """Claim: a text that is resumed at a target of the same weights and other numerics goes on, and its reader is told
+    `moved`, with the index of the next token, before it. Conclusive: the order of all messages is compared."""
+    calls = [started(), delta(0, 1), LOST], [started(device="cuda"), delta(1, 2), FINISHED]
+    async with scripted(*calls) as (address, _), Client(address) as client:
+        messages = [message async for message in client.messages(make_request("x"))]
+    assert [message.WhichOneof("event") for message in messages] == ["started", "delta", "moved", "delta", "finished"]
+    assert messages[2].moved.first_output_index == 1 and messages[2].moved.numerics.device == "cuda"
+
+
+async def test_another_model_does_not_go_on_with_a_text() -> None:
+    """Claim: if the target that is back has other weights, the text ends with an error that says so, and no token of it
+    is shown. Source: docs/reliability.md. Conclusive: the second stream would have given one."""
+    calls = [started(), delta(0, 1), LOST], [started(digest="e"), delta(1, 2), FINISHED]
     seen: list[int] = []
     async with scripted(*calls) as (address, _), Client(address) as client:
         with pytest.raises(Mismatch, match="cannot be resumed"):

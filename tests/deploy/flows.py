@@ -71,7 +71,8 @@ CLIENT = Place("client", "apps", (("specdec.client", "true"),))
 STRANGER = Place("stranger", "apps")
 NEIGHBOUR = Place("neighbour", "specdec", (("app", "other"),))
 MONITORING = Place("monitoring", "observability", (), (("specdec.monitoring", "true"),))  # collector and Prometheus
-OUTSIDE = (NAMES, INTERNET, CLIENT, STRANGER, NEIGHBOUR, MONITORING)
+SCALER = Place("scaler", "keda", (("app", "keda-operator"),))
+OUTSIDE = (NAMES, INTERNET, CLIENT, STRANGER, NEIGHBOUR, MONITORING, SCALER)
 
 
 def places_of(objects: tuple[Object, ...]) -> list[Place]:
@@ -162,6 +163,13 @@ def _needed(objects: tuple[Object, ...], secrets: Path, ports: list[tuple[str, i
             assert "HF_HOME" in environment_of(pod, pod.spec["containers"][0], objects)
             yield Flow(pod.owner, INTERNET.name, "TCP", HUB_PORT)
     yield from (Flow(one, other, *port) for one in joined for other in joined for port in ports)
+    for scaler in of_kind(objects, "ScaledObject"):
+        for trigger in scaler["spec"]["triggers"]:
+            asked = urlsplit(trigger["metadata"]["serverAddress"])
+            assert asked.hostname and asked.port
+            service, _, namespace = asked.hostname.partition(".")
+            assert namespace == "specdec"
+            yield from (Flow(SCALER.name, pod, "TCP", asked.port) for pod in _behind(service, objects))
 
 
 def _addresses(settings: Served) -> Iterator[tuple[str, int]]:

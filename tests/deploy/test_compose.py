@@ -4,6 +4,7 @@ monitoring it names. Nothing is started by Docker here; `test_running` starts it
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -123,3 +124,16 @@ def test_files_that_are_mounted_are_there() -> None:
                 assert mount.endswith(":ro"), mount
             else:
                 assert source in compose()["volumes"], (name, source)
+
+
+def test_targets_and_drafts_can_be_scaled() -> None:
+    """Claim: a second container of target and draft takes no name, host's port or volume of the first, and the
+    coordinator finds both by the one name of the service: `--scale` of the file's first lines."""
+    services = compose()["services"]
+    asked = re.findall(r"--scale ([\w-]+)=2", FILE.read_text(encoding="utf-8"))
+    assert asked == ["specdec-target", "specdec-draft"]
+    for name in asked:
+        assert not {"container_name", "ports", "volumes", "hostname"} & services[name].keys()
+        port = next(text for text in services[name]["command"] if text.startswith("--port=")).partition("=")[2]
+        flag = f"--{role_of(name)}={name}:{port}"
+        assert flag in services["specdec-coordinator"]["command"]

@@ -13,7 +13,7 @@ from tests.deploy.crds import definition_of, problems, schemas_of
 from tests.deploy.manifests import KUBERNETES, OVERLAYS, Object, Pod, of_kind, overlay, pods, render
 
 KUBERNETES_VERSION = "1.30"  # the oldest with all features in use: sleeping before a stop
-CUSTOM_GROUPS = ("leaderworkerset.x-k8s.io", "ray.io")
+CUSTOM_GROUPS = ("keda.sh", "leaderworkerset.x-k8s.io", "ray.io")
 COMBINATIONS = {
     "multi-node with mtls": ("multi-node", "mtls"),
     "cpu-demo with mtls": ("cpu-demo", "mtls"),
@@ -64,7 +64,7 @@ def test_the_validator_refuses_what_is_wrong() -> None:
 def test_custom_resources_are_valid(name: str) -> None:
     """Claim: custom resources fit their definitions, unknown fields refused. Skips where there are no definitions."""
     custom = [content for content in overlay(name) if content["apiVersion"].partition("/")[0] in CUSTOM_GROUPS]
-    assert bool(custom) == (name in ("multi-node", "kuberay"))
+    assert bool(custom) == (name in ("autoscaling", "multi-node", "kuberay"))
     if not custom:
         return
     pytest.importorskip("jsonschema", reason="jsonschema is not installed")

@@ -130,13 +130,14 @@ def test_a_draft_with_another_tokenizer_starts_from_its_image(tmp_path: Path) ->
         assert child.stop(20.0) == 0
 
 
-def scaled_series() -> str:
-    """The series of the page that the operations page tells the adapter to give the autoscaler under its name."""
-    (scaler,) = of_kind(overlay("cpu-demo"), "HorizontalPodAutoscaler")
-    name: str = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
-    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    (series,) = re.findall(rf"seriesQuery:\s+'([\w:]+){{pod!=\"\"}}',\s+name: {{as: {name}}}", page)
-    return str(series)
+def scaled_series() -> dict[str, str]:
+    """The series that decide the numbers of targets and drafts, by service."""
+    queries = {
+        scaler["metadata"]["name"].removeprefix("specdec-"): scaler["spec"]["triggers"][0]["metadata"]["query"]
+        for scaler in of_kind(overlay("autoscaling"), "ScaledObject")
+    }
+    assert queries.keys() == {"draft", "target"}
+    return {role: query.removeprefix("sum(").removesuffix(")") for role, query in queries.items()}
 
 
 def settings_of_child(child: Child) -> ServiceSettings:
@@ -196,6 +197,6 @@ def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_pa
             with urllib.request.urlopen(f"http://{settings.metrics_address}/metrics", timeout=10) as page:
                 shown = page.read().decode()
             assert "\nspecdec_serving 1.0\n" in shown, role
-            assert role != "coordinator" or f"\n{scaled_series()}{{" in shown
+            assert role == "coordinator" or f"\n{scaled_series()[role]} " in shown
         for role in ("gateway", "coordinator", "draft", "target"):
             assert children[role].stop(20.0) == 0, role

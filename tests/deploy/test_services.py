@@ -18,7 +18,19 @@ from specdec.rpc.server import ALIVE
 from specdec.settings import split_address
 from tests.deploy.flows import Place, scraped
 from tests.deploy.images import stages
-from tests.deploy.manifests import OVERLAYS, SERVICES, Pod, of_kind, overlay, own_pods, parse, pods, settings_of
+from tests.deploy.manifests import (
+    KUBERNETES,
+    OVERLAYS,
+    SERVICES,
+    Pod,
+    of_kind,
+    overlay,
+    own_pods,
+    parse,
+    pods,
+    render,
+    settings_of,
+)
 from tests.hygiene.sources import ROOT
 
 DRAIN_REST_S = 10  # to write the last answers and send the last spans
@@ -93,12 +105,15 @@ def test_models_are_waited_for(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_a_pod_is_given_the_time_to_drain(name: str, secrets: Path) -> None:
-    """Claim: the grace period covers the sleep before the stop, the drain, and a rest."""
+    """Claim: the grace period covers the sleep before the stop, the drain, and a rest. Only what clients and balancers
+    find by name sleeps: a target and a draft tell their coordinators by themselves that they stop."""
     objects = overlay(name)
     for pod in own_pods(name):
         settings = settings_of(pod, objects, secrets)
         if settings is not None and pod.service:
-            sleep_s = pod.service[1]["lifecycle"]["preStop"]["sleep"]["seconds"]
+            sleeps = pod.service[0] in ("coordinator", "gateway")
+            assert ("lifecycle" in pod.service[1]) == sleeps, pod.owner
+            sleep_s = pod.service[1]["lifecycle"]["preStop"]["sleep"]["seconds"] if sleeps else 0
             needed_s = sleep_s + settings.drain_grace_s + DRAIN_REST_S
             assert pod.spec["terminationGracePeriodSeconds"] >= needed_s, pod.owner
 
@@ -159,19 +174,69 @@ def test_a_secret_of_keys_is_made_as_it_is_mounted() -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_owners_find_their_pods(name: str) -> None:
-    """Claim: workloads and disruption budgets select existing pods; the autoscaler's deployment has no replica count of
-    its own."""
+    """Claim: workloads and disruption budgets select existing pods, and each service has a budget that lets one pod go
+    at a time; what an autoscaler scales exists and has no number of its own, all others of ours have one."""
     objects = overlay(name)
     for owner in of_kind(objects, "Deployment", "StatefulSet"):
         labels = owner["spec"]["template"]["metadata"]["labels"]
         assert Place("", "", tuple(labels.items())).matches(owner["spec"]["selector"])
+    budgeted = []
     for budget in of_kind(objects, "PodDisruptionBudget"):
         found = [pod for pod in pods(objects) if Place.of(pod).matches(budget["spec"]["selector"])]
-        assert len(found) == 1, budget["metadata"]["name"]
-    for scaler in of_kind(objects, "HorizontalPodAutoscaler"):
-        wanted = scaler["spec"]["scaleTargetRef"]
-        (scaled,) = [o for o in of_kind(objects, wanted["kind"]) if o["metadata"]["name"] == wanted["name"]]
-        assert "replicas" not in scaled["spec"]
+        assert len(found) == 1 and budget["spec"]["maxUnavailable"] == 1, budget["metadata"]["name"]
+        budgeted += [pod.service[0] for pod in found if pod.service]
+    assert sorted(budgeted) == ([] if name == "kuberay" else sorted(SERVICES))
+    scaled = [one["spec"]["scaleTargetRef"] for one in of_kind(objects, "HorizontalPodAutoscaler", "ScaledObject")]
+    wanted = {(reference["kind"], reference["name"]) for reference in scaled}
+    owners = {
+        (owner["kind"], owner["metadata"]["name"]): owner["spec"]
+        for owner in of_kind(objects, "Deployment", "StatefulSet", "LeaderWorkerSet")
+        if owner["metadata"]["name"].startswith("specdec-")
+    }
+    assert len(scaled) == len(wanted) == (3 if name == "autoscaling" else 0) and wanted <= owners.keys()
+    assert {owner for owner, spec in owners.items() if "replicas" not in spec} == wanted
+
+
+def test_targets_and_drafts_are_scaled_by_their_load() -> None:
+    """Claim: of targets and of drafts the sum of the load that they report, at most 0.7 of each, decides the number,
+    and at most one leaves in ten minutes; of coordinators their CPU, at 60 % of what is requested.
+
+    Conclusive: the query's label is compared with the service that is scaled; `test_running` reads its series from the
+    pages of running services.
+    """
+    objects = overlay("autoscaling")
+    for scaler in of_kind(objects, "ScaledObject"):
+        service = scaler["spec"]["scaleTargetRef"]["name"].removeprefix("specdec-")
+        (trigger,) = scaler["spec"]["triggers"]
+        assert trigger["type"] == "prometheus" and trigger["metricType"] == "AverageValue"
+        assert trigger["metadata"]["query"] == f'sum(specdec_load{{replica="{service}"}})'
+        assert trigger["metadata"]["threshold"] == "0.7" and trigger["metadata"]["ignoreNullValues"] == "false"
+        down = scaler["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+        assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 600}]
+    (scaler,) = of_kind(objects, "HorizontalPodAutoscaler")
+    (metric,) = scaler["spec"]["metrics"]
+    target = {"type": "Utilization", "averageUtilization": 60}
+    assert metric == {"type": "Resource", "resource": {"name": "cpu", "target": target}}
+
+
+def test_a_group_of_nodes_is_scaled_as_the_page_has_it(tmp_path: Path) -> None:
+    """Claim: with the lines of docs/operations.md the component scales targets of several nodes: the LeaderWorkerSet,
+    which then has no number of its own. Conclusive: the page's own lines are rendered."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"  ```yaml\n(  resources: \[\S+multi-node\].*?)  ```\n", page, re.DOTALL)
+    up = "../" * len(tmp_path.parts) + str(KUBERNETES).lstrip("/")
+    text = lines.replace("specdec/deploy/kubernetes", up)
+    (tmp_path / "kustomization.yaml").write_text(text, encoding="utf-8")
+    objects = render(tmp_path)
+    scaled = {one["spec"]["scaleTargetRef"]["kind"] for one in of_kind(objects, "ScaledObject")}
+    (ranks,) = of_kind(objects, "LeaderWorkerSet")
+    assert scaled == {"LeaderWorkerSet", "Deployment"} and "replicas" not in ranks["spec"]
+    (reference,) = [
+        one["spec"]["scaleTargetRef"]
+        for one in of_kind(objects, "ScaledObject")
+        if one["metadata"]["name"] == "specdec-target"
+    ]
+    assert (reference["apiVersion"], reference["name"]) == (ranks["apiVersion"], ranks["metadata"]["name"])
 
 
 def test_images_are_those_of_the_dockerfile() -> None:

@@ -7,6 +7,7 @@ the same model run on the whole path in a cache of its own.
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -474,6 +475,69 @@ def test_sessions_that_fill_the_cache_never_keep_each_other_from_drafting(model_
     draft.commit(session, 7, 8)
     draft.settle()
     assert draft.trees[session].root.proposal is not None and not draft.failures
+
+
+def test_above_its_capacity_a_draft_refuses_new_sessions_and_keeps_those_it_has(model_folder: Path) -> None:
+    """Claim: a new session is refused, by name and with a delay, where its prompt does not fit beside the others,
+    while a session waits for blocks, and while the steps are late for the rounds; blocks of sessions left alone count
+    as free. A session that is open goes on, and is opened again, meanwhile; afterwards new ones are taken.
+
+    Source: issue "a fleet": above its capacity a draft refuses. Conclusive: the same opening on both sides of each
+    limit, and load 1 where it is refused for time.
+    """
+    each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
+    draft = Draft(model_folder, 1 + each)
+
+    def refusal(session: int, length: int = 8) -> str:
+        draft.open(session, [session * 5 + index for index in range(length)])
+        failure = draft.failures.pop() if draft.failures else None
+        assert failure is None or (failure.reason, failure.retry_after_ms > 0) == ("CACHE_EXHAUSTED", True)
+        return failure.message if failure is not None else ""
+
+    for session in (1, 2):
+        assert not refusal(session, 80)
+    free_count = draft.engine.cache.free_block_count
+    assert "blocks of the draft" in refusal(3, (free_count + 1) * BLOCK_SIZE)
+    assert draft.engine.cache.free_block_count == free_count
+    draft.open(3, [7 + index for index in range(80)], prompt_length=8)
+    assert draft.drafter.waiting_count == 1
+    assert "1 sessions of the draft wait" in refusal(4)
+    draft.tell(Open(1, 2, draft.params, LENGTH_MAX, VOCABULARY_SIZE), Close(3, 1))
+    assert not draft.failures and len(draft.sessions) == 2, "its own place again"
+    for own in draft.sessions:
+        own.active_s -= ABANDONED_S
+    assert not refusal(5, 100)
+    draft.tell(Close(5, 1))
+    pace, now_s = draft.drafter._pace, time.monotonic()
+    pace.on_step(0.05)
+    pace.on_commit(0.1, now_s)
+    draft.handler.handle(draft, [Open(6, 1, draft.params, LENGTH_MAX, VOCABULARY_SIZE)], draft.take, now_s)
+    assert "late" in draft.failures.pop().message and draft.handler.load() == (2, 1.0)
+    draft.handler.handle(draft, [Open(6, 1, draft.params, LENGTH_MAX, VOCABULARY_SIZE)], draft.take, now_s + 3)
+    assert not draft.failures and len(draft.sessions) == 3
+
+
+def test_commits_and_steps_set_the_pace(model_folder: Path) -> None:
+    """Claim: the time between two commits of a session that drafts is a round, steps of nodes count and those that read
+    a prompt do not; a session whose window is 0 gives none. Conclusive: arrivals are numbers of the test, and the share
+    is 0 until both were measured."""
+    draft = Draft(model_folder)
+    draft.open(1, list(range(1, 101)))
+    pace = draft.drafter._pace
+    draft.step()
+    assert pace._step_s == 0, "it read the prompt"
+    draft.settle()
+    assert pace._step_s > 0 and pace.share(10.0) == 0
+    draft.sessions[0].committed_s = 10.0
+    expected = [(0.001, 0.001), (0.01, 0.001 + 0.05 * 0.008), (0.1, 0.0014 + 0.05 * 0.0886)]
+    expected.append(expected[-1])  # the session did not draft before it
+    for index, window in enumerate((8, 8, 0, 8)):
+        commit = Commit(1, 1, 101 + index, (5,), window, 8)
+        draft.handler.handle(draft, [commit], draft.take, 10.0 + 10 ** (index - 3))
+        draft.trees[1].commit((5,))
+        draft.settle()
+        assert (pace._committed_s - 10.0, pace._round_s) == pytest.approx(expected[index])
+        assert pace.share(pace._committed_s) > 0
 
 
 def test_a_session_beyond_the_whole_cache_is_refused(model_folder: Path) -> None:

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.chat.template import ChatTemplate
-from specdec.gateway.calls import CallArguments, CallStart, Content, Event, ToolCallParser, format_of
+from specdec.gateway.calls import (
+    SPECIAL_MARK,
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    ToolCallParser,
+    format_of,
+)
 from specdec.gateway.json_object import JsonObject, NotJson
 
 TEMPLATES = Path(__file__).parents[1] / "chat" / "templates"
@@ -44,6 +52,18 @@ def read(form: str, parts: Iterable[str], finish_reason: str = "stop") -> Messag
     found = message_of(events + parser.end(finish_reason))
     assert parser.call_count == len(found[1]) >= parser.complete_count
     return found
+
+
+def test_a_special_mark_is_no_text() -> None:
+    """Claim: a mark that is a special token begins a call, and is no part of content, arguments or names, in every
+    partition; the format's own word is content then. Conclusive: the message is literal, and each cut of the text."""
+    word, own = "<tool_call>", SPECIAL_MARK
+    text = f'a{own}{{"name":"f","arguments":{{"s":"x{own}y"}}}} b{own}{word}{{"name":"f"}}{own}'
+    expected = message(f'a b{word}{{"name":"f"}}', ("f", '{"s":"xy"}'))
+    for parts in [[*text], *([text[:at], text[at:]] for at in range(len(text)))]:
+        parser = ToolCallParser("hermes", TOOLS, "call", mark_id=5)
+        events = [event for part in parts for event in parser.feed(part)]
+        assert message_of(events + parser.end("stop")) == expected
 
 
 def message(content: str, *calls: tuple[str, str]) -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ PATH = "/v1/completions"
 TOKENS, POSITIONS = 200, 8192
 STREAMS: list[dict[str, Any]] = [
     {"temperature": 0},
-    {"temperature": 0, "prompt": [1, 2]},
+    {"temperature": 0, "prompt": [1, 2], "speculative": {"rounds": True, "statistics": True}},
     {"seed": 1},
     {"seed": 2, "logprobs": 1},
     {"seed": -3, "speculative": {"enabled": False}},
@@ -50,7 +51,26 @@ def services(models: tuple[Path, Path]) -> Iterator[Services]:
 
 def undisturbed(address: str) -> list[dict[str, Any]]:
     """The whole answer of each stream's request."""
-    return [ask(address, PATH, ALWAYS | own).json["choices"][0] for own in STREAMS]
+    with ThreadPoolExecutor(len(STREAMS)) as pool:
+        return list(pool.map(lambda own: ask(address, PATH, ALWAYS | own).json["choices"][0], STREAMS))
+
+
+def check_statistics(chunks: list[dict[str, Any]]) -> None:
+    """The metrics of an answer are of its whole text: each of its tokens was accepted, or ended a round; where rounds
+    came too, their sums are the statistics."""
+    counts = chunks[-1]["metrics"]["speculative_decoding"]
+    accepted = counts["num_accepted_draft_tokens"]
+    assert sum(length * count for length, count in enumerate(counts["acceptance_histogram"])) == accepted
+    told = [chunk["speculative"] for chunk in chunks if "speculative" in chunk]
+    rounds = [own for part in told for own in part.get("rounds", [])]
+    if not rounds:
+        return
+    (statistics,) = [part["statistics"] for part in told if "statistics" in part]
+    assert len(rounds) == statistics["rounds"] and sum(own["num_output_tokens"] for own in rounds) == TOKENS
+    assert sum(len(own["draft_token_ids"]) for own in rounds) == counts["num_draft_tokens"]
+    assert sum(len(own["accepted"]) for own in rounds) == accepted == statistics["num_accepted_draft_tokens"]
+    assert sum(own["round_s"] for own in rounds) == pytest.approx(statistics["time"]["total_s"], rel=1e-9)
+    assert sum(own["target_forward_s"] for own in rounds) == statistics["time"]["target_forward_s"]
 
 
 def run_and_check(address: str, expected: list[dict[str, Any]], at_event: int, lose: Any) -> int:
@@ -60,11 +80,13 @@ def run_and_check(address: str, expected: list[dict[str, Any]], at_event: int, l
     until(lambda: sum(stream.event_count for stream in streams) >= at_event, 60.0)
     running_count = sum(not stream.has_ended for stream in streams)
     lose()
+    until(lambda: ask(address, "/health").status == 200, 120.0)  # requests below need a coordinator with a target
     for own, whole, stream in zip(STREAMS, expected, streams):
         chunks = events_of(stream.result())
         (text,) = streamed_texts(chunks)
         assert text.reason == "length" and len(text.token_ids) == TOKENS
         assert chunks[-1]["usage"]["completion_tokens"] == TOKENS
+        check_statistics(chunks)
         if own.get("speculative", {}).get("rule") == "rejection":
             assert text.text == ask(address, "/detokenize", {"tokens": text.token_ids}).json["prompt"].replace(
                 "<|end|>", ""

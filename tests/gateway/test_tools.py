@@ -99,6 +99,33 @@ def test_the_openai_client_has_the_calls(scripted: str) -> None:
     assert [call.function.name for call in message.tool_calls or ()] == ["look", "stop"]
 
 
+SPECIAL = {"hermes": ("<tool_call>", "</tool_call>"), "llama3": ("<|python_tag|>", "<|eom_id|>")}
+
+
+@pytest.mark.parametrize("call_format", ["llama3", pytest.param("hermes", marks=pytest.mark.more)])
+def test_marks_may_be_special_tokens(call_format: str, tmp_path: Path) -> None:
+    """Claim: where the mark of calls is a special token, which has no text, a call after it in mid-text is a call,
+    whatever comes at once; what follows it is content, as is the mark's word in plain letters; a mark before no call,
+    and an answer without tools, leave the text as it is without special tokens.
+
+    Conclusive: the text before the mark makes an object without a mark content, which the last requests show.
+    """
+    mark, end = SPECIAL[call_format]
+    call = ['{"name": "lo', 'ok", "arguments": {"where": "a } b", "n', '": [1, {"x": 2}]', "}}"]
+    pieces = ["Let me look. ", mark, *call, end, f"So {mark[:5]}", f"{mark[5:]} is a mark."]
+    text = "".join(piece for piece in pieces if piece not in (mark, end))
+    folder = scripted_models(tmp_path / "model", pieces, (mark, end))
+    with running(folder, folder, threads=1) as services:
+        with gateway(services.coordinator.address, model=folder, tool_call_format=call_format) as child:
+            for draft_length in (0, 2, 9):
+                speculative = {"policy": "fixed", "num_speculative_tokens": draft_length}
+                found = both(child.address, ASKED | {"speculative": speculative})
+                assert (found.text, calls_in(found)) == (text.replace("".join(call), ""), [LOOK])
+            for change in ({"tools": None}, {"tools": TOOLS[1:]}):
+                found = both(child.address, ASKED | change)
+                assert (found.text, found.calls) == (text, [])
+
+
 def test_template_arguments_are_those_it_names(scripted: str, tmp_path: Path) -> None:
     """Claim: an argument that the template does not name, or a reserved one, is 400 with its name, as is
     `reasoning_effort` where the template has none; templates in requests are refused."""

@@ -281,6 +281,7 @@ TABLE = (
     Imports(
         "specdec.ray",
         (
+            "specdec.__version__",
             "specdec.errors",
             "specdec.terminal",
             "specdec.settings",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-COMMAND_TIMEOUT_S = 180
+COMMAND_TIMEOUT_S = 400
 SPECDEC_RAY = ("-m", "specdec.cli", "ray")
 
 
@@ -54,7 +54,8 @@ def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head without CPUs, a large node with two GPUs that are numbers only, and a node with the draft's label."""
+    """A head without CPUs, two large nodes with two GPUs each, which are numbers only, and a node with the draft's
+    label."""
     pytest.importorskip("ray.dashboard.optional_deps", reason="Ray with its dashboard is not installed")
     from ray.cluster_utils import Cluster as RayCluster
 
@@ -64,8 +65,9 @@ def cluster() -> Iterator[Cluster]:
         before = signal.getsignal(signal.SIGTERM)  # the nodes set their own
         nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True})
         try:
-            nodes.add_node(num_cpus=4, num_gpus=2, labels={"specdec-role": "target"})
-            nodes.add_node(num_cpus=1, labels={"specdec-role": "draft"})
+            for _ in range(2):
+                nodes.add_node(num_cpus=4, num_gpus=2, labels={"specdec-role": "target"})
+            nodes.add_node(num_cpus=2, labels={"specdec-role": "draft"})
             yield Cluster(nodes.address, f"http://{nodes.head_node.webui_url}")
         finally:
             nodes.shutdown()

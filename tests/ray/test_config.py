@@ -16,7 +16,7 @@ from specdec.errors import ConfigError
 from specdec.gateway_settings import GatewaySettings
 from specdec.launch.children import arguments_of
 from specdec.ray.config import RaySettings, read_deployment
-from specdec.ray.placing import bundles, draft_addresses, plan, settings_on
+from specdec.ray.placing import addresses_of, plan, settings_on
 from tests.hygiene.sources import ROOT
 
 MINIMAL = {"insecure": True, "target": {"model": "t", "tensor_parallel_size": 2}, "draft": {"model": "d"}}
@@ -50,9 +50,18 @@ def written(folder: Path, content: object) -> str:
         ({**MINIMAL, "coordinator": {"draft": "a:1"}}, "coordinator.draft is not allowed in the file"),
         ({**MINIMAL, "gateway": {"address": ["a:1"]}}, "gateway.address is not allowed in the file"),
         ({**MINIMAL, "gateway": {"portt": 1}}, "gateway.portt in .* is not known; did you mean port?"),
-        ({**MINIMAL, "gateway": {"port": 50051}}, "they must differ and not be 0"),
+        ({**MINIMAL, "gateway": {"port": 50051}}, "they must differ and be 1 to 65535"),
         ({**MINIMAL, "gateway": {"insecure": False}}, "gateway: the address of the node reaches beyond this machine"),
-        ({**MINIMAL, "draft": {"model": "d", "port": 50051}}, "they must differ and not be 0"),
+        ({**MINIMAL, "draft": {"model": "d", "port": 50051}}, "they must differ and be 1 to 65535"),
+        ({**MINIMAL, "placement": {"targets": 2}, "draft": {"model": "d", "port": 50062}}, "they must differ and be 1"),
+        (
+            {**MINIMAL, "placement": {"targets": 1500}},
+            r"placement.targets in .* is 1500; it must be less than or equal",
+        ),
+        (
+            {**MINIMAL, "target": {"model": "t", "port": 65530}, "placement": {"targets": 2}},
+            "they must differ and be 1",
+        ),
         ({**MINIMAL, "insecure": False}, "target: the address of the node reaches beyond this machine"),
         ({**MINIMAL, "target": {"model": "t", "block_size": 5}}, "--block-size is 5; it must be 0 or a power of two"),
     ],
@@ -86,28 +95,29 @@ def test_sections_take_what_stands_above_them():
 def test_the_group_holds_ranks_and_coordinator():
     """Claim: ranks and coordinator are one group of a node; the draft is outside, by its label."""
     actors = plan(RaySettings(**MINIMAL, placement={"target": {"cpus": 3}, "coordinator_cpus": 2}))
-    assert [actor.role for actor in actors] == ["target-0", "target-1", "coordinator", "draft"]
-    assert bundles(actors) == [{"CPU": 3, "GPU": 1}, {"CPU": 3, "GPU": 1}, {"CPU": 2}]
-    assert [actor.bundle for actor in actors] == [0, 1, 2, None]
+    assert [actor.role for actor in actors] == ["target-0", "target-0-rank-1", "coordinator-0", "draft-0"]
+    group = actors[0].group
+    assert group is not None and group.bundles == ((3, 1), (3, 1), (2, 0)) and group.name == "target-0"
+    assert [actor.group for actor in actors] == [group, group, group, None]
+    assert [actor.bundle for actor in actors[:3]] == [0, 1, 2]
     assert actors[3].labels == {"specdec-role": "draft"}
     assert actors[0].wants == "one node with 2 GPUs and 8 CPUs"
     assert actors[3].wants == "a node with 1 GPU, 1 CPU and label specdec-role=draft"
 
 
 def test_services_get_the_addresses_of_their_node():
-    """Claim: a rank is a machine with one rank that meets the others on loopback; the coordinator finds the target on
-    its own node and the draft on any node that may have it; the flags made of that are accepted again."""
+    """Claim: a rank is a machine with one rank that meets the others on loopback; a coordinator reads the files that it
+    is given; the flags made of that are accepted again."""
     first, second, coordinator, draft = plan(RaySettings(**MINIMAL, placement={"target": {"cpus": 3}}))
     rank = settings_on(second, "10.0.0.7")
     assert isinstance(rank, TargetSettings)
     assert (rank.host, rank.port, rank.node_rank, rank.nnodes, rank.threads) == ("10.0.0.7", 50052, 1, 2, 3)
     assert (rank.master_addr, rank.master_port) == ("127.0.0.1", 50054)
-    beside = settings_on(coordinator, "10.0.0.7", ["10.0.0.9", "10.0.0.8", "10.0.0.9"])
+    assert (second.follows, second.reached_at("10.0.0.7")) == ("target-0", "")
+    beside = settings_on(coordinator, "10.0.0.7", {"target": os.devnull, "draft": os.devnull})
     assert isinstance(beside, CoordinatorSettings)
-    assert beside.target == ("10.0.0.7:50052",)
-    assert beside.draft == ("10.0.0.9:50053", "10.0.0.8:50053")
+    assert beside.target == beside.draft == (f"@{os.devnull}",)
     assert settings_on(draft, "10.0.0.9").host == "10.0.0.9"
-    assert settings_on(coordinator, "10.0.0.7").draft == ()
     for command, settings in (("target", rank), ("coordinator", beside)):
         values = dict(
             argument.removeprefix("--").split("=", 1) for argument in arguments_of(settings) if "=" in argument
@@ -123,15 +133,17 @@ def test_the_gateway_is_beside_the_coordinator():
         **{**MINIMAL, "log_level": "error", "otlp_traces_endpoint": "http://a:1", "gateway": {"port": 81}}
     )
     actors = plan(own)
-    assert [actor.role for actor in actors] == ["target-0", "target-1", "coordinator", "gateway", "draft"]
-    assert [actor.bundle for actor in actors] == [0, 1, 2, 3, None] and len(bundles(actors)) == 4
+    roles = [actor.role for actor in actors]
+    assert roles == ["target-0", "target-0-rank-1", "coordinator-0", "gateway-0", "draft-0"]
+    assert [actor.bundle for actor in actors[:4]] == [0, 1, 2, 3]
+    assert actors[3].group == actors[0].group and actors[3].group is not None and len(actors[3].group.bundles) == 4
     assert actors[0].wants == "one node with 2 GPUs and 4 CPUs"
     settings = settings_on(actors[3], "10.0.0.7")
     assert isinstance(settings, GatewaySettings)
     assert (settings.host, settings.port, settings.address) == ("10.0.0.7", 81, ("10.0.0.7:50051",))
     assert (settings.model, settings.log_level) == ("t", "error")
     assert GatewaySettings(**settings.model_dump()) == settings
-    assert "gateway" not in [actor.role for actor in plan(RaySettings(**MINIMAL))]
+    assert not any(actor.command == "gateway" for actor in plan(RaySettings(**MINIMAL)))
 
 
 def test_http_beyond_a_machine_needs_keys(tmp_path: Path):
@@ -150,11 +162,10 @@ def test_a_host_of_the_file_is_kept():
     """Claim: what listens on loopback by the file's word is reached there, and needs no TLS."""
     local = {"host": "127.0.0.1"}
     own = RaySettings(target={"model": "t", **local}, draft={"model": "d", **local}, coordinator={"port": 7, **local})
-    coordinator = next(actor for actor in plan(own) if actor.role == "coordinator")
-    settings = settings_on(coordinator, "10.0.0.7", ["10.0.0.7", "10.0.0.8"])
-    assert isinstance(settings, CoordinatorSettings)
-    assert (settings.target, settings.draft) == (("127.0.0.1:50052",), ("127.0.0.1:50053",))
-    assert draft_addresses(own, []) == ()
+    coordinator = next(actor for actor in plan(own) if actor.command == "coordinator")
+    hosts = {"target-0": "10.0.0.7", "draft-0": "10.0.0.8"}
+    assert [addresses_of(kind, hosts) for kind in coordinator.reaches] == [["127.0.0.1:50052"], ["127.0.0.1:50053"]]
+    assert coordinator.reached_at("10.0.0.7") == "127.0.0.1:7"
 
 
 def test_the_shipped_files_are_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

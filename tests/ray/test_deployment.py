@@ -1,6 +1,6 @@
-"""`specdec ray up`, recovery after each kind of loss, `status` and `down`: real Ray nodes, processes and signals.
+"""`specdec ray up`, recovery after each kind of loss, changes, `status` and `down`: real Ray nodes, processes, signals.
 
-The tests of this file share one deployment and come in this order: it is begun, harmed, looked at and removed.
+The tests of this file share one deployment and come in this order: it is begun, harmed, looked at, changed and removed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,9 @@ import grpc
 import pytest
 import torch
 
+from specdec.ray.config import PORT_STEP
 from tests.ray.conftest import Cluster, write
+from tests.ray.running import PATIENCE_S, everyone, parent, processes, spaced_ports, texts, until
 from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 from tests.support.gateways import ask
 from tests.support.ports import free_ports
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.more  # a Ray cluster takes half a minute to start
 PROMPT = random_tokens(12, seed=3)
 ASKED = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
 DRAFTED = {**ASKED, "speculative": fixed(3)}
-PATIENCE_S = 120.0  # a process that starts imports torch, on the remaining cores
+NUMBERS = dict.fromkeys(("target", "draft", "coordinator", "gateway"), 2)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def expected(models: tuple[Path, Path]) -> list[int]:
 @pytest.fixture(scope="module")
 def deployment(models: tuple[Path, Path]) -> dict:
     """The file's content: two ranks, a draft, and fake GPUs for the ranks only."""
-    ports = free_ports(5)
+    ports = spaced_ports(5)
     return {
         "name": "nightly",
         "insecure": True,
@@ -64,11 +65,12 @@ def deployment(models: tuple[Path, Path]) -> dict:
             "model": str(models[0]),
             "tensor_parallel_size": 2,
             "device": "cpu",
+            "drain_grace_s": 0,
             "port": ports[0],
             "master_port": ports[1],
         },
         "draft": {"model": str(models[1]), "port": ports[2]},
-        "coordinator": {"port": ports[3]},
+        "coordinator": {"port": ports[3], "target_wait_s": PATIENCE_S},
         "gateway": {"port": ports[4], "served_model_name": "tiny"},
         "placement": {"target": {"labels": {"specdec-role": "target"}}, "draft": {"gpus": 0}},
     }
@@ -90,22 +92,6 @@ def client(cluster: Cluster, deployment: dict, tmp_path_factory: pytest.TempPath
     cluster.command("down", "--name", "nightly")
 
 
-def processes(command: str, model: Path | str) -> dict[int, list[str]]:
-    """Arguments of the running service processes of this test, by pid."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().decode().split("\0") if folder.name.isdigit() else []
-            if words[2:5] == ["-m", "specdec.cli", command] and any(str(model) in word for word in words):
-                found[int(folder.name)] = words
-    return found
-
-
-def parent(pid: int) -> int:
-    """The process that started it: its actor."""
-    return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
-
-
 def stream(client: Client, act: Callable[[], None], **asked: object) -> Outcome:
     """A generation during which `act` is called after 30 tokens; where it broke, the tokens received before."""
     outcome, acted = Outcome(), False
@@ -117,17 +103,6 @@ def stream(client: Client, act: Callable[[], None], **asked: object) -> Outcome:
                 act()
     assert acted
     return outcome
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Returns when `condition` holds; an unreachable service does not fail it at once."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
-        with contextlib.suppress(grpc.RpcError):
-            if condition():
-                return
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        time.sleep(0.1)
 
 
 def answers(address: str, asked: dict) -> list[int] | None:
@@ -180,23 +155,15 @@ def test_a_killed_draft_actor_costs_no_request(client: Client, expected: list[in
 
 
 def test_a_killed_rank_rebuilds_the_group(client: Client, expected: list[int], models: tuple[Path, Path]):
-    """Claim: one rank's end is the end of all; Ray starts them again and the broken request goes on where it broke.
+    """Claim: one rank's end is the end of all; Ray starts them again, and the text goes on there, unseen by its client.
 
-    Conclusive: the tokens before and after the break are the undisturbed text; both ranks are new.
+    Conclusive: its tokens are the undisturbed text, its statistics count the move, and both ranks are new.
     """
     before = processes("target", models[0])
     (second,) = (pid for pid, words in before.items() if "--node-rank=1" in words)
     outcome = stream(client, lambda: os.kill(second, signal.SIGKILL), **ASKED)
-    assert outcome.finished is None and len(outcome.token_ids) < 300
-    rest = Outcome()
-
-    def resumed() -> bool:
-        nonlocal rest
-        rest = client.generate(PROMPT, resume=outcome.token_ids, **ASKED)
-        return True
-
-    until(resumed)
-    assert outcome.token_ids + rest.token_ids == expected
+    assert outcome.finished is not None and outcome.token_ids == expected
+    assert outcome.finished.statistics.num_target_changes == 1
     assert not before.keys() & processes("target", models[0]).keys()
 
 
@@ -227,11 +194,11 @@ def test_status_shows_each_actor(client: Client, cluster: Cluster):
     rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := cells_of(line)) == 5}
     health = {role: cells[4] for role, cells in rows.items()}
     restarts_count = {role: int(cells[3]) for role, cells in rows.items() if role != "actor"}
-    serving = dict.fromkeys(("coordinator", "gateway", "draft", "target-0"), "SERVING")
-    serving["target-1"] = "follows target-0"
+    serving = dict.fromkeys(("coordinator-0", "gateway-0", "draft-0", "target-0"), "SERVING")
+    serving["target-0-rank-1"] = "follows target-0"
     assert health == {"actor": "health", **serving}
-    assert restarts_count["coordinator"] == 0 and restarts_count["draft"] == 1
-    assert restarts_count["target-0"] >= 1 and restarts_count["target-1"] >= 1
+    assert restarts_count["coordinator-0"] == 0 and restarts_count["draft-0"] == 1
+    assert restarts_count["target-0"] >= 1 and restarts_count["target-0-rank-1"] >= 1
 
 
 def cells_of(line: str) -> list[str]:
@@ -239,18 +206,104 @@ def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.replace("┃", "│").strip("│").split("│")]
 
 
-def test_a_second_deployment_of_the_name_is_refused(client: Client, cluster: Cluster, deployment: dict, tmp_path: Path):
-    """Claim: `up` does not change a running deployment: its message names the commands to inspect and to end it."""
+def test_up_again_changes_nothing(
+    client: Client, cluster: Cluster, deployment: dict, models: tuple[Path, Path], tmp_path: Path
+):
+    """Claim: `up` with the file of a running deployment leaves every process as it is."""
+    before = everyone(models)
     done = cluster.up(tmp_path, deployment)
-    assert done.returncode == 1 and "nightly is there already" in done.stderr
-    assert client.generate(PROMPT, max_tokens=3, ignore_eos=True).finished is not None
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert everyone(models) == before and client.generate(PROMPT, max_tokens=3, ignore_eos=True).finished is not None
+
+
+@pytest.fixture(scope="module")
+def larger(deployment: dict) -> dict:
+    """The file with two of everything."""
+    return {**deployment, "placement": {**deployment["placement"], "targets": 2, "drafts": 2, "coordinators": 2}}
+
+
+@pytest.fixture(scope="module")
+def changed(larger: dict) -> dict:
+    """That file with other settings of targets and drafts."""
+    return larger | {name: {**larger[name], "max_num_seqs": 32} for name in ("target", "draft")}
+
+
+@pytest.fixture(scope="module")
+def second(client: Client, deployment: dict, models: tuple[Path, Path]) -> Iterator[Client]:
+    """A client of the second coordinator."""
+    (words,) = processes("coordinator", models[0]).values()
+    (host,) = (word.partition("=")[2] for word in words if word.startswith("--host="))
+    connected = Client(f"{host}:{deployment['coordinator']['port'] + PORT_STEP}")
+    yield connected
+    connected.close()
+
+
+def test_up_adds_beside_what_runs(
+    client: Client,
+    second: Client,
+    cluster: Cluster,
+    larger: dict,
+    expected: list[int],
+    models: tuple[Path, Path],
+    tmp_path: Path,
+):
+    """Claim: `up` with larger numbers starts a second target, draft, coordinator and gateway and touches no process
+    that runs; texts go on meanwhile, and both coordinators write the text of plain processes, with drafts."""
+    before = everyone(models)
+    with texts([client], expected, prompt=PROMPT, **DRAFTED) as outcomes:
+        done = cluster.up(tmp_path, larger)
+        assert done.returncode == 0, done.stdout + done.stderr
+    after = everyone(models)
+    assert all(before[command] < after[command] for command in before)
+    assert {command: len(pids) for command, pids in after.items()} == NUMBERS | {"target": 4}
+    assert outcomes
+    until(lambda: drafts(second))
+    assert second.generate(PROMPT, **DRAFTED).token_ids == expected
+
+
+def test_up_replaces_one_by_one_under_load(
+    client: Client,
+    second: Client,
+    cluster: Cluster,
+    changed: dict,
+    expected: list[int],
+    models: tuple[Path, Path],
+    tmp_path: Path,
+):
+    """Claim: `up` with a changed setting of targets and of drafts replaces each, and no text fails or differs.
+
+    Conclusive: four texts run at any time, a target ends its texts at once, and some have moved; the processes of
+    targets and drafts are others, those of coordinators and gateways are the same.
+    """
+    before = everyone(models)
+    with texts([client, second], expected, prompt=PROMPT, **DRAFTED) as outcomes:
+        done = cluster.up(tmp_path, changed)
+        assert done.returncode == 0, done.stdout + done.stderr
+    after = everyone(models)
+    assert not before["target"] & after["target"] and not before["draft"] & after["draft"]
+    assert before["coordinator"] == after["coordinator"] and before["gateway"] == after["gateway"]
+    assert sum(outcome.finished.statistics.num_target_changes for outcome in outcomes) > 0
+
+
+def test_up_removes_what_is_no_longer_wanted(
+    client: Client, cluster: Cluster, changed: dict, expected: list[int], models: tuple[Path, Path], tmp_path: Path
+):
+    """Claim: `up` with smaller numbers ends the second of each kind and no other, and no text fails meanwhile."""
+    before = everyone(models)
+    one = {**changed["placement"], "targets": 1, "drafts": 1, "coordinators": 1}
+    with texts([client], expected, prompt=PROMPT, **DRAFTED):
+        done = cluster.up(tmp_path, {**changed, "placement": one})
+        assert done.returncode == 0, done.stdout + done.stderr
+    after = everyone(models)
+    assert all(after[command] < before[command] for command in before)
+    assert {command: len(pids) for command, pids in after.items()} == dict.fromkeys(NUMBERS, 1) | {"target": 2}
 
 
 def test_down_leaves_nothing(client: Client, cluster: Cluster, models: tuple[Path, Path]):
     """Claim: after `down` no process of a service and no actor remains."""
     assert processes("target", models[0]) and processes("draft", models[1]) and processes("coordinator", models[0])
     done = cluster.command("down", "--name", "nightly")
-    assert done.stdout.strip() == "ended coordinator, draft, gateway, target-0, target-1", done.stderr
+    assert done.stdout.strip() == "ended coordinator-0, draft-0, gateway-0, target-0, target-0-rank-1", done.stderr
     assert not processes("target", models[0]) and not processes("draft", models[1])
     assert not processes("coordinator", models[0]) and not processes("gateway", models[0])
     assert "nightly is not on this cluster" in cluster.command("status", "--name", "nightly").stderr
@@ -261,7 +314,7 @@ def test_what_cannot_start_is_reported_and_removed(cluster: Cluster, tmp_path: P
     target = {"model": str(tmp_path / "nowhere"), "port": free_ports(1)[0]}
     done = cluster.up(tmp_path, {"name": "nightly", "insecure": True, "target": target})
     assert done.returncode == 1
-    assert re.search(r"specdec: (target-0|coordinator) on \S+ cannot start: .*nowhere", done.stderr), done.stderr
+    assert re.search(r"specdec: (target-0|coordinator-0) on \S+ cannot start: .*nowhere", done.stderr), done.stderr
 
 
 def test_actors_run_no_file_of_the_folder_of_the_command(cluster: Cluster, tmp_path: Path):
@@ -277,7 +330,7 @@ def test_actors_run_no_file_of_the_folder_of_the_command(cluster: Cluster, tmp_p
     target = {"model": str(tmp_path / "nowhere"), "port": free_ports(1)[0]}
     file = write(tmp_path, {"name": "nightly", "insecure": True, "start_timeout_s": 60, "target": target})
     done = cluster.command("up", "--config", str(file), folder=tmp_path / "start")
-    assert re.search(r"specdec: (target-0|coordinator) on \S+ cannot start: .*nowhere", done.stderr), done.stderr
+    assert re.search(r"specdec: (target-0|coordinator-0) on \S+ cannot start: .*nowhere", done.stderr), done.stderr
     assert not (tmp_path / "ran").exists()
 
 

@@ -21,7 +21,7 @@ def test_what_dies_on_three_machines_comes_back(tmp_path: Path):
     docs/ray.md says.
 
     Conclusive: the benchmark fails where a text that ran meanwhile is not the undisturbed one, where the coordinator
-    was not drained for a draft that moved, and where something does not come back; so eleven measurements mean
+    was restarted for a draft that moved, and where something does not come back; so eleven measurements mean
     that everything did. Without its head a deployment goes on answering.
     """
     pytest.importorskip("ray", reason="Ray is not installed")

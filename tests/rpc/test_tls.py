@@ -6,12 +6,13 @@ import grpc
 import pytest
 
 from specdec.config import ServiceSettings, TlsSettings
-from specdec.errors import ConfigError, ReplicaUnavailable
-from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel
+from specdec.errors import ConfigError, PeerRefused, ReplicaUnavailable
+from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel, wait_serving
 from specdec.rpc.tls import ServerCertificates
+from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.certificates import Authority
-from tests.support.echo_service import DESCRIBE, Echo
+from tests.support.echo_service import DESCRIBE, SERVICE, VERIFY, Echo
 
 
 def settings_of(tls: TlsSettings) -> ServiceSettings:
@@ -20,9 +21,9 @@ def settings_of(tls: TlsSettings) -> ServiceSettings:
     )
 
 
-async def name_at(address: str, tls: TlsSettings) -> str:
+async def name_at(address: str, tls: TlsSettings, tls_name: str = "") -> str:
     """The model name that a client with these files receives. Each call is a connection of its own."""
-    async with open_channel(address, tls) as channel:
+    async with open_channel(address, tls, tls_name=tls_name) as channel:
         answer = await call_unary(channel, DESCRIBE, types_pb.DescribeRequest(), types_pb.DescribeResponse, 2.0)
         return answer.model_name
 
@@ -52,12 +53,72 @@ async def test_only_certificates_of_the_authority_get_in(tmp_path, authority):
     await server.stop(0)
 
 
+async def test_only_allowed_peers_are_answered(tmp_path, authority):
+    """Claim: with allowed peers, a certificate of the authority is answered if its common name or a DNS name is one of
+    them, as a whole; any other is refused by name, calls and streams, and may ask for the health. Conclusive: real
+    handshakes, which all of them pass; without allowed peers each is answered."""
+    server_files = authority.issue(tmp_path / "server")
+    peers = {
+        "by common name": ("coordinator", "other.example.org", True),
+        "by DNS name": ("other", "c.example.org", True),
+        "neither": ("other", "other.example.org", False),
+        "a part of one": ("coordinator-2", "example.org", False),
+    }
+    for allowed in ((), ("coordinator", "c.example.org")):
+        server = Echo().server(settings_of(server_files), allowed)
+        address = await server.start()
+        await server.set_serving(True)
+        for folder, (common_name, dns, is_allowed) in peers.items():
+            tls = authority.issue(tmp_path / folder, common_name=common_name, dns=dns)
+            async with open_channel(address, tls) as channel:
+                await wait_serving(channel, SERVICE, 5.0)
+                stream = channel.stream_stream(VERIFY)()
+                await stream.write(target_pb.VerifyRequest().SerializeToString())
+                if is_allowed or not allowed:
+                    assert await name_at(address, tls) == "echo"
+                    assert target_pb.VerifyResponse.FromString(await stream.read()).stamp.sequence == 1
+                    continue
+                with pytest.raises(PeerRefused, match=f"--allow-peer.*{dns}, {common_name}"):
+                    await name_at(address, tls)
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await stream.read()
+                assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        await server.stop(0)
+
+
 async def test_a_client_refuses_a_server_it_does_not_know(tmp_path, authority):
     """Mutual means both: a server signed by another authority is not talked to, though it would accept the client."""
     impostor = Authority("impostor").issue(tmp_path / "server", trusted=authority.pem)
     server = Echo().server(settings_of(impostor))
     with pytest.raises(ReplicaUnavailable):
         await name_at(await server.start(), authority.issue(tmp_path / "client"))
+    await server.stop(0)
+
+
+async def test_an_address_is_checked_by_the_name_it_was_found_by(tmp_path, authority):
+    """Claim: a server at an IP address whose certificate has only a DNS name is served under that name, and refused
+    under another name, under a part of it and under its address; whose authority is unknown is refused under the right
+    name too.
+
+    Conclusive: real handshakes with one server; the name asked for is all that differs.
+    """
+    client = authority.issue(tmp_path / "client")
+    server = Echo().server(
+        settings_of(authority.issue(tmp_path / "server", dns="targets.example.org", has_address=False))
+    )
+    address = await server.start()
+    assert address.startswith("127.0.0.1:")
+    assert await name_at(address, client, "targets.example.org") == "echo"
+    for wrong in ("", "drafts.example.org", "example.org"):
+        with pytest.raises(ReplicaUnavailable):
+            await name_at(address, client, wrong)
+    await server.stop(0)
+    impostor = Authority("impostor").issue(
+        tmp_path / "impostor", trusted=authority.pem, dns="targets.example.org", has_address=False
+    )
+    server = Echo().server(settings_of(impostor))
+    with pytest.raises(ReplicaUnavailable):
+        await name_at(await server.start(), client, "targets.example.org")
     await server.stop(0)
 
 

@@ -66,6 +66,7 @@ def generated(client: Client, speculative: dict[str, Any], **asked: Any) -> tupl
     text, deltas = read(client.stub.Generate(request, timeout=60))
     check_sums(text.finished.statistics, [own for delta in deltas for own in delta.rounds])
     check_tokens(deltas)
+    assert not any(delta.HasField("statistics") for delta in deltas)
     return text, deltas
 
 
@@ -168,19 +169,24 @@ def test_a_text_that_ends_within_a_round(services: Services) -> None:
 
 def test_merged_deltas_keep_their_rounds(services: Services) -> None:
     """Claim: a client that reads nothing while its text is generated gets every round afterwards, in order, with its
-    tokens. Conclusive: messages with more tokens than a round can have were merged, sums and tokens are compared as for
-    any text, and the text is that of a client that reads."""
+    tokens, and statistics that are the sums so far. Conclusive: messages with more tokens than a round
+    can have were merged, sums and tokens are compared as for any text, and the text is that of a client that reads."""
     client, way = services.client, WAYS["n-gram"]
     asked = {"max_tokens": 3500, "ignore_eos": True, "temperature": 0}
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]  # little fits on the way
     with grpc.insecure_channel(services.coordinator.address, options=options) as channel:
-        request = client.request(PROMPT, way | {"report_rounds": True}, **asked)
+        request = client.request(PROMPT, way | {"report_rounds": True, "report_statistics": True}, **asked)
         paused = pb_grpc.CoordinatorServiceStub(channel).Generate(request, timeout=120)
         beside = client.generate(PROMPT, speculative=way, **asked)
         text, deltas = read(paused)
     assert max(len(delta.token_ids) for delta in deltas) > ROUND_TOKENS_MAX
     assert max(len(delta.rounds) for delta in deltas) > 1
-    check_sums(text.finished.statistics, [own for delta in deltas for own in delta.rounds])
+    rounds: list[pb.Round] = []
+    for delta in deltas:
+        rounds += delta.rounds
+        if delta.HasField("statistics"):
+            check_sums(delta.statistics, rounds)
+    check_sums(text.finished.statistics, rounds)
     check_tokens(deltas)
     assert text.comparable == beside.comparable
 

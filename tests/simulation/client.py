@@ -192,7 +192,8 @@ class Coordinator:
         length_max = len(order.prompt) + order.max_tokens
         choice = fleet.choose(order.request(), number, model, committed, length_max)
         policy = order.policy_of(attempt) or choice.policy
-        choice = replace(choice, policy=policy, proposers=frozenset(order.proposers))
+        draft = choice.draft if policy.draft_length_cap else None
+        choice = replace(choice, draft=draft, policy=policy, proposers=frozenset(order.proposers))
         session = Session(
             number,
             params,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.coordinator.generation import LOSS_COUNT_MAX, ROOM_RETRY_S
+from specdec.coordinator.generation import ASK_AGAIN_S, LOSS_COUNT_MAX
 from specdec.errors import CacheExhausted, ReplicaUnavailable, SpecdecError
 from specdec.protocol.events import Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import Failure, VerificationResult
@@ -90,7 +90,7 @@ class Moves:
             return
         elif isinstance(event.item, Failure) and event.item.incarnation == session.target_incarnation:
             if event.item.reason in REFUSALS:
-                self._leave((event.item.retry_after_ms / 1000 or ROOM_RETRY_S) + self.now_s)
+                self._leave((event.item.retry_after_ms / 1000 or ASK_AGAIN_S) + self.now_s)
                 self.was_refused = True
                 self.refusal_count += 1
             else:
@@ -110,10 +110,7 @@ class Moves:
         self.losses += 1
         self.was_suspect |= self.losses > 1
         self.was_refused, self.was_link_lost = False, is_link_lost
-        if is_link_lost:
-            self._leave(None)
-        else:
-            self._leave(math.inf)
+        self._leave(None if is_link_lost else self.now_s + ASK_AGAIN_S)
 
     def _leave(self, until_s: float | None) -> None:
         if until_s is not None:

@@ -44,13 +44,20 @@ class Authority:
     def pem(self) -> bytes:
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
-    def issue(self, folder: Path, trusted: bytes | None = None) -> TlsSettings:
-        """Writes key, certificate and the authorities trusted (this one's by default) into `folder`."""
+    def issue(
+        self,
+        folder: Path,
+        trusted: bytes | None = None,
+        common_name: str = "specdec test",
+        dns: str = "localhost",
+        has_address: bool = True,
+    ) -> TlsSettings:
+        """Writes key, certificate and the authorities trusted (this one's by default) into `folder`. The certificate
+        has the name `dns`, and loopback's address if `has_address`."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "specdec test")])
-        names = x509.SubjectAlternativeName(
-            [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        )
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+        here = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))] if has_address else []
+        names = x509.SubjectAlternativeName([x509.DNSName(dns), *here])
         certificate = self._builder(subject, key).add_extension(names, False).sign(self._key, hashes.SHA256())
         folder.mkdir(parents=True, exist_ok=True)
         private = key.private_bytes(

@@ -49,9 +49,9 @@ class Echo:
             stamps.stamp(response, time.monotonic_ns())
             await write(response.SerializeToString())
 
-    def server(self, settings: ServiceSettings | None = None) -> Server:
+    def server(self, settings: ServiceSettings | None = None, allowed_peers: tuple[str, ...] = ()) -> Server:
         methods = {"Verify": stream_stream(self.verify), "Describe": unary(types_pb.DescribeRequest, describe)}
-        return Server(settings or ServiceSettings(port=0), {SERVICE: methods})
+        return Server(settings or ServiceSettings(port=0), {SERVICE: methods}, allowed_peers=allowed_peers)
 
 
 async def main(port: int, echo: Echo) -> None:

@@ -219,9 +219,9 @@ class Streaming:
         self._connection.close()
 
 
-def scripted_models(folder: Path, pieces: Sequence[str]) -> Path:
+def scripted_models(folder: Path, pieces: Sequence[str], special: Sequence[str] = ()) -> Path:
     """Makes a table model that answers every prompt, at temperature 0, with these pieces, which must differ, a token
-    each, and then ends; returns its folder."""
+    each, and then ends; returns its folder. `special`: those that are special tokens."""
     size = len(pieces) + 2
     logits = torch.zeros(size + 1, size + 1, size)
     logits[:, -2:, 1] = 30.0  # after the last token of any prompt comes the first piece
@@ -233,7 +233,7 @@ def scripted_models(folder: Path, pieces: Sequence[str]) -> Path:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|prompt|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", *special)])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     return folder
