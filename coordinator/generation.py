@@ -340,7 +340,9 @@ class Generation:
     def _next_target(self) -> Target | None:
         """Returns the target to go on at, if one is there now; texts that lost several go to a target one by one."""
         now_s, fleet = time.monotonic(), self._fleet
-        avoided = {one for one, (until_s, count) in self._avoided.items() if until_s > now_s and count == one.loss_count}
+        avoided = {
+            one for one, (until_s, count) in self._avoided.items() if until_s > now_s and count == one.loss_count
+        }
         if self._loss_count > 1:
             avoided |= {target for target in fleet.targets.peers if target.suspect is not None}
         return fleet.next_target(self._model, self._session.length_max, self._key, avoided)

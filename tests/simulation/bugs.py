@@ -38,21 +38,8 @@ from specdec.target_service.admission import Admission
 from specdec.target_service.session import TargetSession
 from specdec.target_service.verifier import Verifier
 from tests.simulation.model import VOCABULARY_SIZE, TokenStorage
-from tests.simulation.planting import Bug
-
-
-def after(effect: Callable[..., Any]) -> Callable[[Callable], Callable]:
-    """The real method, and then `effect(self)`."""
-
-    def made(real: Callable) -> Callable:
-        def mutant(self: Any, *arguments: Any) -> Any:
-            result = real(self, *arguments)
-            effect(self)
-            return result
-
-        return mutant
-
-    return made
+from tests.simulation.move_bugs import MOVES
+from tests.simulation.planting import Bug, after, instead, keeping
 
 
 def before(effect: Callable[..., Any]) -> Callable[[Callable], Callable]:
@@ -66,11 +53,6 @@ def before(effect: Callable[..., Any]) -> Callable[[Callable], Callable]:
         return mutant
 
     return made
-
-
-def instead(other: Callable) -> Callable[[Callable], Callable]:
-    """Something else."""
-    return lambda real: other
 
 
 def add_to(name: str, amount: int) -> Callable[[Any], None]:
@@ -258,22 +240,6 @@ def swapped_paths(feed: Any, session: TargetSession) -> None:
     if len(feed.paths) > 1:
         *others, first, second = feed.paths
         feed.paths = [*others, [*first[:-1], second[-1]], [*second[:-1], first[-1]]]
-
-
-def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]:
-    """After the method, attribute `name` of `of(*arguments)` has its value from before."""
-
-    def made(real: Callable) -> Callable:
-        def mutant(*arguments: Any) -> Any:
-            owner = of(*arguments)
-            kept = getattr(owner, name)
-            result = real(*arguments)
-            setattr(owner, name, kept)
-            return result
-
-        return mutant
-
-    return made
 
 
 def of_the_parent(real: Callable) -> Callable:
@@ -760,7 +726,7 @@ SOURCES = (
     Bug("a repetition is taken for text", NgramProposer, "propose", takes_its_runs_for_text),
 )
 
-BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS, *SOURCES)
+BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS, *SOURCES, *MOVES)
 
 # Not a bug: the choice among free cells changes where a node's keys lie, and no value that is read.
 HARMLESS = (Bug("the lowest free cell is taken", DraftSession, "place", instead(placed_lowest)),)

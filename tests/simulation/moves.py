@@ -133,6 +133,8 @@ class Moves:
         others = [other for other in streams if other.is_open and other is not stream]
         if others:
             raise Violation(f"session {self.session.number} is opened on {stream} and works on {others}")
+        if stream in self.left_drafts or self.refused.get(stream, 0.0) > self.now_s:
+            raise Violation(f"session {self.session.number} is opened on {stream}, which refused or failed it")
         if is_draft:
             self.draft_changes += stream.link is not self.last_draft
             self.last_draft = stream.link
@@ -141,6 +143,8 @@ class Moves:
             self.opened_count += 1
             self.left_s = self.free_s = None
             table = stream.process.traits.table
+            if self.last_table not in (None, table):
+                self._check_profile()
             self.profile_changes += self.last_table not in (None, table)
             self.last_table = table
         streams.add(stream)
@@ -148,6 +152,12 @@ class Moves:
             rivals = [own for own in self.others if own is not self and own.is_suspect and stream in own.open_at[False]]
             if rivals:
                 raise Violation(f"sessions {self.session.number} and {rivals[0].session.number} are suspects together")
+
+    def _check_profile(self) -> None:
+        """It goes on with other numerics where none of equal ones is free."""
+        for peer in self.coordinator.fleet.targets.up():
+            if self._is_free(peer) and peer.link.process.traits.table == self.last_table:
+                raise Violation(f"session {self.session.number} gets other numerics, and {peer.address} is free")
 
     def closed(self, stream: Stream) -> None:
         """The session is closed on a replica."""

@@ -63,6 +63,9 @@ class Carrying(Protocol):
     def on_arrive(self, stream: Stream, item: Any, is_request: bool) -> None:
         """An item arrives."""
 
+    def on_close(self, stream: Stream) -> None:
+        """The coordinator closes a connection."""
+
     def deliver(self, stream: Stream, answer: Any, load: tuple[int, float]) -> None:
         """An answer is handed to the coordinator: calls `SimulatedLink.on_answer`."""
 
@@ -196,6 +199,7 @@ class SimulatedLink:
         except asyncio.CancelledError:
             self._is_wanted = False
             if self.stream is not None:
+                self.carrying.on_close(self.stream)
                 self._close(self.stream)
                 self._on_down(CLOSED)
             raise

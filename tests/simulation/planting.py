@@ -56,3 +56,38 @@ def hunt(bug: Bug, schedule_count: int) -> Found:
             if problem:
                 return Found(bug, seed + 1, problem)
     return Found(bug, 0, "")
+
+
+def after(effect: Callable[..., Any]) -> Callable[[Callable], Callable]:
+    """The real method, and then `effect(self)`."""
+
+    def made(real: Callable) -> Callable:
+        def mutant(self: Any, *arguments: Any) -> Any:
+            result = real(self, *arguments)
+            effect(self)
+            return result
+
+        return mutant
+
+    return made
+
+
+def instead(other: Callable) -> Callable[[Callable], Callable]:
+    """Something else."""
+    return lambda real: other
+
+
+def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]:
+    """After the method, attribute `name` of `of(*arguments)` has its value from before."""
+
+    def made(real: Callable) -> Callable:
+        def mutant(*arguments: Any) -> Any:
+            owner = of(*arguments)
+            kept = getattr(owner, name)
+            result = real(*arguments)
+            setattr(owner, name, kept)
+            return result
+
+        return mutant
+
+    return made

@@ -159,6 +159,12 @@ class World:
             self.note(f"{'coordinator' if is_request else stream.process.traits.name} sends", item)
         return self.faults.on_carry(stream, item, is_request)
 
+    def on_close(self, stream: Stream) -> None:
+        """A connection is closed; no text may be open there."""
+        for own in self.ledger.running:
+            if any(stream in streams for streams in own.open_at.values()) and not own.session.finished:
+                raise Violation(f"session {own.session.number} is at {stream}, which is closed")
+
     def deliver(self, stream: Stream, answer: Any, load: tuple[int, float]) -> None:
         """An answer is handed to the coordinator, under the eyes of the ledger."""
         self.ledger.deliver(stream, answer, lambda: stream.link.on_answer(answer, load))
