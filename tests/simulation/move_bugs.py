@@ -22,16 +22,6 @@ def nothing(*_arguments: Any, **_named: Any) -> None:
     """What should happen does not."""
 
 
-def with_old_incarnation(real: Callable) -> Callable:
-    """A session that moves is opened in its old incarnation."""
-
-    def mutant(self: Session) -> Any:
-        self.target_incarnation -= self.phase is Phase.SEEKING
-        return real(self)
-
-    return mutant
-
-
 def without_close_of_a_move(real: Callable) -> Callable:
     """A Close is not sent where the session has been detached."""
 
@@ -64,30 +54,6 @@ def without_close_of_a_draft(real: Callable) -> Callable:
             real(self, *found)
         finally:
             del draft.send
-
-    return mutant
-
-
-def suspect_stays(real: Callable) -> Callable:
-    """A target keeps its suspect after the answer."""
-
-    def mutant(self: Generation) -> None:
-        suspect = self._target.suspect
-        real(self)
-        self._target.suspect = suspect
-
-    return mutant
-
-
-def as_if_it_lost_none(real: Callable) -> Callable:
-    """A suspect goes where other suspects are."""
-
-    def mutant(self: Generation) -> Any:
-        count, self._loss_count = self._loss_count, 0
-        try:
-            return real(self)
-        finally:
-            self._loss_count = count
 
     return mutant
 
@@ -127,27 +93,19 @@ def younger_after_a_move(real: Callable) -> Callable:
 
 
 MOVES = (
-    Bug("a moved session keeps its incarnation", Session, "_open_on_target", with_old_incarnation),
     Bug("a new target is believed to know the text", Session, "_open_on_target", younger_after_a_move),
     Bug("a target that is left gets no Close", Target, "send", without_close_of_a_move),
     Bug("a text stays attached to the target that it left", Peer, "detach", still_attached),
     Bug("a draft that is left gets no Close", Generation, "on_draft_up", without_close_of_a_draft),
     Bug("a draft that stops is not left", Generation, "_on_draft_changed", instead(nothing)),
     Bug("losses count on after an answer", Generation, "_on_answered", keeping("_loss_count", lambda self: self)),
-    Bug("a target keeps its suspect", Generation, "_on_answered", suspect_stays),
-    Bug("suspects are tried together", Generation, "_next_target", as_if_it_lost_none),
     Bug("a waiting text is forgotten", Fleet, "place_waiting", instead(nothing)),
     Bug("a waiting text is tried at connections only", Fleet, "_try_again", instead(nothing)),
     Bug("a text waits for a target without end", Generation, "_on_no_target", instead(nothing)),
     Bug("a target that refused is asked at once again", Generation, "_avoid_target", instead(nothing)),
     Bug("a target is avoided for ever", Generation, "_avoid_target", avoided_for_ever),
-    Bug(
-        "a replica that is no member is removed while it serves", Peer, "is_idle", instead(property(lambda self: True))
-    ),
+    Bug("a replica is removed while it serves", Peer, "is_idle", instead(property(lambda self: True))),
     Bug("a replica that is no member is never removed", Pool, "_retire", instead(nothing)),
-    Bug(
-        "a replica that is no member gets texts", Peer, "is_up", instead(property(lambda self: bool(self.description)))
-    ),
     Bug(
         "the policy learns of a moved round",
         Generation,
