@@ -24,6 +24,10 @@ PLACES = {
     Fault.STALE: ("answer",),
     Fault.REORDER: ("ask Open", "ask Verification", "ask Commit", "answer"),
     Fault.FORGET: (),  # where the process that is chosen holds a session
+    Fault.MUTE: ("answer VerificationResult",),
+    Fault.MALFORMED: ("answer VerificationResult",),
+    Fault.STOP: (),  # where the process does not stop already
+    Fault.LEAVE: (),
     Fault.CANCEL: (),  # where a generation has begun and not ended
 }
 
