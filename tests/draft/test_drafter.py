@@ -482,7 +482,7 @@ def test_above_its_capacity_a_draft_refuses_new_sessions_and_keeps_those_it_has(
     while a session waits for blocks, and while the steps are late for the rounds; blocks of sessions left alone count
     as free. A session that is open goes on, and is opened again, meanwhile; afterwards new ones are taken.
 
-    Source: issue "a fleet": above its capacity a draft refuses. Conclusive: the same opening on both sides of each
+    Requirement: "above its capacity it refuses". Conclusive: the same opening on both sides of each
     limit, and load 1 where it is refused for time.
     """
     each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
