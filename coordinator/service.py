@@ -104,7 +104,7 @@ class Coordinator:
                 raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
             async with self._slots:
                 check_counts(message, model.positions_max)  # now, for what waits for a thread keeps its memory
-                generation, ending = await self._admit(message, model, statistics)
+                generation, ending, model = await self._admit(message, model, statistics)
                 self._generations.add(generation)
                 deltas: list[Delta] = []
                 event: Event | None = None
@@ -115,7 +115,7 @@ class Coordinator:
                         if self.recorder is not None and isinstance(event, Delta):
                             deltas.append(event)
                         for part in event.parts() if isinstance(event, Delta) else (event,):
-                            yield event_to_message(part, generation.first_model)
+                            yield event_to_message(part, model)
                 finally:
                     self._generations.discard(generation)
                     generation.close()
@@ -163,8 +163,9 @@ class Coordinator:
 
     async def _admit(
         self, message: coordinator_pb.GenerateRequest, model: Description, statistics: RequestStatistics
-    ) -> tuple[Generation, Ending | None]:
-        """Returns the generation, not yet begun, and its end if the resumed tokens reached it. Raises SpecdecError."""
+    ) -> tuple[Generation, Ending | None, Description]:
+        """Returns the generation, not yet begun, its end if the resumed tokens reached it, and the model of its target,
+        whose numerics may be others than those of `model`. Raises SpecdecError."""
         request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, model)
         number, fleet = next(self._numbers), self.fleet
         length_max = len(prompt) + output.max_tokens
@@ -192,8 +193,10 @@ class Coordinator:
         statistics.admitted(request, started, choice)
         get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
         reported = request.speculative.report_rounds, request.speculative.report_statistics
-        wait_s = self._settings.target_wait_s
-        return Generation(session, output, started, choice, fleet, statistics, *reported, wait_s), ending
+        generation = Generation(
+            session, output, started, choice, fleet, statistics, *reported, self._settings.target_wait_s
+        )
+        return generation, ending, choice.model
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context

@@ -1,8 +1,8 @@
 """`python -m bench.network.proxy --to HOST:PORT --delay MS`: a TCP proxy that delays both ways, where there is no root.
 
 Prints READY and the address it listens on. Every byte is held for the one-way delay; opening a connection takes no
-delay, unlike on a real link. A line `MS` on standard input changes the delay while it runs. SIGSTOP cuts the link,
-SIGCONT heals it. Ends on SIGTERM, SIGINT or the end of a pipe on standard input.
+delay, unlike on a real link. A line `MS` on standard input changes the delay while it runs, `close` ends all
+connections. SIGSTOP cuts the link, SIGCONT heals it. Ends on SIGTERM, SIGINT or the end of a pipe on standard input.
 """
 
 from __future__ import annotations
@@ -89,9 +89,16 @@ class Proxy:
         self._delay_s = delay_s
         self._pairs: list[tuple[Direction, Direction]] = []
 
-    def set_delay(self, text: str) -> None:
-        """`MS`, one way, both ways alike. Raises ValueError."""
-        _, _, self._delay_s = parse_delay(text)
+    def carry_out(self, order: str) -> None:
+        """`MS`: the delay, one way, both ways alike; or `close`: drops all connections and what is under way. Raises
+        ValueError."""
+        if order != "close":
+            _, _, self._delay_s = parse_delay(order)
+            return
+        for pair in self._pairs:
+            for direction in pair:
+                direction.source.close()
+        self._pairs = []
 
     def accept(self) -> None:
         """Opens the onward connection for a new one; closes the new one at once if it is refused."""
@@ -150,7 +157,7 @@ def main() -> int:
         print("READY", proxy.address, flush=True)
         share = CpuShare()
         try:
-            proxy.run(Orders(proxy.set_delay))
+            proxy.run(Orders(proxy.carry_out))
         finally:
             print(share, flush=True)
     return 0

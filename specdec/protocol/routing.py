@@ -25,7 +25,7 @@ from specdec.protocol.prefix_digests import chain_digests, root_digest
 BLOCK_SIZE = 64  # tokens: shorter beginnings are cheaper computed again than queued for
 DIGESTED_BLOCKS_MAX = 256  # of a prompt: beginnings that differ later only are one
 NEW_BLOCKS_MAX = 64  # that one prompt adds to what is remembered
-SEEN_MAX, BRANCHES_MAX = 16_384, 4096  # digests that are remembered: some 4 MB
+REMEMBERED_MAX = 4096  # digests, of either table: some 2 MB
 FULL = 1.0
 BOUND = 1.15  # load of the target that a text goes to, over the mean
 SESSION_LOAD_GUESS = 1 / 64  # of a session, while no replica reports one
@@ -67,11 +67,11 @@ class Keys:
             elif first := _use(self._seen, parent):
                 if first != digest:
                     del self._seen[parent]
-                    _add(self._branches, parent, digest, BRANCHES_MAX)
+                    _add(self._branches, parent, digest)
                     key = digest
             elif new_count < NEW_BLOCKS_MAX:
                 new_count += 1
-                _add(self._seen, parent, digest, SEEN_MAX)
+                _add(self._seen, parent, digest)
             parent = digest
         return key
 
@@ -83,9 +83,9 @@ def _use(table: dict[bytes, bytes], digest: bytes) -> bytes | None:
     return value
 
 
-def _add(table: dict[bytes, bytes], digest: bytes, value: bytes, count_max: int) -> None:
+def _add(table: dict[bytes, bytes], digest: bytes, value: bytes) -> None:
     """Adds an entry in place of the least lately used one."""
-    if len(table) >= count_max:
+    if len(table) >= REMEMBERED_MAX:
         del table[next(iter(table))]
     table[digest] = value
 
@@ -100,14 +100,16 @@ def _rank(key: bytes, address: str) -> bytes:
 
 
 def choose(key: bytes, candidates: Sequence[C], draw: Draw, session_load: float = SESSION_LOAD_GUESS) -> C:
-    """Returns the target for a text with this key; `candidates` are one at least. Full ones are chosen only if all
-    are; a text that the chosen one refuses goes to the next by another call without it."""
-    fitting = _not_full(candidates)
+    """Returns the target for a text with this key; `candidates` are one at least. The bound leaves free at least half
+    of what the mean does: other coordinators open sessions too. Full ones are chosen only if all are. A text that the
+    chosen one refuses goes to the next by another call without it."""
     if not key:
-        return of_two(fitting, lambda candidate: candidate.load, draw)
-    bound = BOUND * sum(candidate.load for candidate in candidates) / len(candidates) + session_load
-    within = [candidate for candidate in fitting if candidate.load <= bound]
-    return max(within, key=lambda candidate: _rank(key, candidate.address))
+        return of_two(_not_full(candidates), lambda candidate: candidate.load, draw)
+    loads = [candidate.load for candidate in candidates]
+    mean = sum(loads) / len(loads)
+    bound = min(BOUND * mean + session_load, (mean + FULL) / 2)
+    within = [candidate for candidate, load in zip(candidates, loads) if load <= bound and load < FULL]
+    return max(within or candidates, key=lambda candidate: _rank(key, candidate.address))
 
 
 def choose_draft(candidates: Sequence[C], wait_s: Callable[[C], float], draw: Draw) -> C:

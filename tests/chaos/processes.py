@@ -64,19 +64,32 @@ class Restartable:
 
 
 class Link:
-    """A connection that can be cut: what the other side sends does not arrive, and no error says so."""
+    """A connection that can be cut: what the other side sends does not arrive, and no error says so. `delay_ms`: of
+    every byte, one way."""
 
-    def __init__(self, address: str) -> None:
-        self._proxy = Emulator(PROXY, ["--to", address, "--delay", "0"], ())
+    def __init__(self, address: str, delay_ms: float = 0.0) -> None:
+        self._proxy = Emulator(PROXY, ["--to", address, "--delay", f"{delay_ms:g}"], ())
         self.address = self._proxy.ready.split()[1]
+
+    def begin_cut(self) -> None:
+        """No byte passes from now on."""
+        self._proxy.signal(signal.SIGSTOP)
+
+    def end_cut(self) -> None:
+        """All that were sent pass, and those that follow; idempotent."""
+        self._proxy.signal(signal.SIGCONT)
+
+    def drop(self) -> None:
+        """Ends all connections, with what is under way; new ones are possible at once."""
+        self._proxy.order("close")
 
     def cut(self, for_s: float) -> None:
         """No byte passes for this time, then all that were sent."""
-        self._proxy.signal(signal.SIGSTOP)
+        self.begin_cut()
         try:
             time.sleep(for_s)
         finally:
-            self._proxy.signal(signal.SIGCONT)
+            self.end_cut()
 
     def stop(self) -> None:
         self._proxy.stop()

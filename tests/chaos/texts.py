@@ -68,10 +68,13 @@ class Content:
 
 @dataclass(slots=True)
 class Reading:
-    """The reading of one text: its content so far, and the errors it met."""
+    """The reading of one text: its content so far, and the errors it met. `times_s`: of each message with tokens;
+    `moved_count`: times that it was told of a target of other numerics."""
 
     content: Content = Content()
     is_complete: bool = False
+    times_s: list[float] = field(default_factory=list)
+    moved_count: int = 0
     errors: list[grpc.RpcError] = field(default_factory=list)
     last: pb.Finished = field(default_factory=pb.Finished)
 
@@ -83,10 +86,25 @@ class Reading:
             delta = response.delta
             assert delta.first_output_index == len(old.token_ids), "tokens doubled or missing"
             self.content = Content((*old.token_ids, *delta.token_ids), old.text + delta.text)
+            self.times_s.append(time.monotonic())
+        elif event == "moved":
+            assert response.moved.first_output_index == len(old.token_ids), "told of a move too early or too late"
+            self.moved_count += 1
         elif event == "finished":
             self.content = replace(old, reason=response.finished.reason)
             self.last = response.finished
             self.is_complete = True
+
+
+def longest_gap_s(times_s: Sequence[float], since_s: float, until_s: float) -> float:
+    """The longest time without a token of those that end within these times, or last beyond them. `times_s`: of the
+    tokens of one text, in order."""
+    times = [moment_s for moment_s in times_s if moment_s < since_s][-1:]
+    for moment_s in (moment_s for moment_s in times_s if moment_s >= since_s):
+        times.append(moment_s)
+        if moment_s > until_s:
+            break
+    return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
 def open_channel(address: str) -> grpc.Channel:
@@ -139,6 +157,7 @@ class Readers:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self.text_count = self.token_count = self.resumed_count = self.draft_tokens_accepted = 0
+        self.target_changes = self.draft_changes = self.moved_count = 0  # `moved_count`: of texts told of a move
         self._under_way: dict[int, tuple[Text, Reading]] = {}
         self.wrong: list[str] = []  # a text that differs, has tokens doubled or missing, or did not end
         self.codes: collections.Counter[str] = collections.Counter()
@@ -174,13 +193,17 @@ class Readers:
     def _on_message(self, text: Text, reading: Reading) -> None:
         self._under_way[threading.get_ident()] = (text, reading)
 
-    def points(self) -> set[tuple[Text, int]]:
-        """The texts under way now, and how many tokens each has."""
-        return {
-            (text, len(reading.content.token_ids))
+    def under_way(self) -> list[tuple[Text, Reading]]:
+        """The texts that have tokens and are under way now."""
+        return [
+            (text, reading)
             for text, reading in list(self._under_way.values())
             if not reading.is_complete and reading.content.token_ids
-        }
+        ]
+
+    def points(self) -> set[tuple[Text, int]]:
+        """The texts under way now, and how many tokens each has."""
+        return {(text, len(reading.content.token_ids)) for text, reading in self.under_way()}
 
     def _note(self, text: Text, reading: Reading) -> None:
         expected = self._references[text]
@@ -188,7 +211,11 @@ class Readers:
             self.text_count += 1
             self.token_count += len(reading.content.token_ids)
             self.resumed_count += bool(reading.errors)
-            self.draft_tokens_accepted += reading.last.statistics.num_accepted_draft_tokens
+            own = reading.last.statistics
+            self.draft_tokens_accepted += own.num_accepted_draft_tokens
+            self.target_changes += own.num_target_changes
+            self.draft_changes += own.num_draft_changes
+            self.moved_count += bool(reading.moved_count)
             for error in reading.errors:
                 self.codes[error.code().name] += 1
             if not reading.is_complete:

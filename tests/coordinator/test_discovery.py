@@ -17,7 +17,7 @@ import structlog
 from specdec.config import ServiceSettings
 from specdec.coordinator.discovery import Discovery, Member
 from specdec.coordinator.ejection import PoolHealth
-from specdec.coordinator.peers import Target
+from specdec.coordinator.replicas import Target
 from specdec.protocol.types import REPLICA_COUNT_MAX
 from tests.coordinator.names_apart import ENDING, FILE_S, NAME, OTHER
 from tests.support.certificates import Authority

@@ -198,8 +198,8 @@ def test_owners_find_their_pods(name: str) -> None:
 
 
 def test_targets_and_drafts_are_scaled_by_their_load() -> None:
-    """Claim: of targets and of drafts the sum of the load that they report, at most 0.7 of each, decides the number, and
-    at most one leaves in ten minutes; of coordinators their CPU, at 60 % of what is requested.
+    """Claim: of targets and of drafts the sum of the load that they report, at most 0.7 of each, decides the number,
+    and at most one leaves in ten minutes; of coordinators their CPU, at 60 % of what is requested.
 
     Conclusive: the query's label is compared with the service that is scaled; `test_running` reads its series from the
     pages of running services.

@@ -83,6 +83,7 @@ class Client:
     """A coordinator's user."""
 
     def __init__(self, address: str) -> None:
+        self.address = address
         self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.stub = pb_grpc.CoordinatorServiceStub(self.channel)
 
