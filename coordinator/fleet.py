@@ -68,8 +68,8 @@ class Mover(Listener, Protocol):
 
     began_s: float
 
-    def on_target_up(self, found: Target | None = None) -> None:
-        """It waits for a target, and one may be there; `found` was connected just then."""
+    def on_target_up(self) -> None:
+        """It waits for a target, and one may be there."""
 
     def on_draft_up(self, found: Draft | None = None) -> None:
         """It may want a draft; `found` was connected just now."""
@@ -140,7 +140,7 @@ class Fleet:
         if not peer.link.is_up and peer.name in self._discoveries:
             self._discoveries[peer.name].look_now()  # whatever replaced it
         if is_up and isinstance(peer, Target):
-            self.place_waiting(peer)
+            self.place_waiting()
         elif is_up:
             for mover in list(self.movers):
                 mover.on_draft_up(cast(Draft, peer))
@@ -161,10 +161,10 @@ class Fleet:
         if self.waiting:
             self._retry = asyncio.get_running_loop().call_later(WAITING_RETRY_S, self._try_again)
 
-    def place_waiting(self, found: Target | None = None) -> None:
-        """Lets the texts that wait for a target try again, the oldest first; `found` was connected just now."""
+    def place_waiting(self) -> None:
+        """Lets the texts that wait for a target try again, the oldest first."""
         for mover in sorted(self.waiting, key=lambda one: one.began_s):
-            mover.on_target_up(found)
+            mover.on_target_up()
 
     def choose(
         self,
@@ -186,6 +186,7 @@ class Fleet:
         self._retries.opened(time.monotonic())
         rule, draft, reason = self._pair(request, turn, target, proposers)
         policy = self._policy(request, rule, proposers, target, draft)
+        draft = draft if policy.draft_length_cap else None
         return Choice(target, target.usable(), draft, rule, reason, policy, proposers, key)
 
     def next_target(
@@ -198,9 +199,9 @@ class Fleet:
     ) -> Target | None:
         """Returns the target for a text of a model with this key. Unless the text is new: one of equal numerics if
         there is any, else of others. None without one that is usable, holds the text and is not avoided."""
-        fitting = [one for one in self.targets.fit() if one not in avoided and _holds(one.usable(), model, length_max)]
+        fitting = [one for one in self.targets.up() if one not in avoided and _holds(one.usable(), model, length_max)]
         equal = [one for one in fitting if is_new or one.usable().numerics == model.numerics]
-        candidates = equal or fitting
+        candidates = self.targets.fit(equal or fitting)
         if not candidates:
             return None
         reports = [one.link.load for one in candidates if one.link.load is not None]
@@ -211,7 +212,8 @@ class Fleet:
 
     def next_draft(self, draft: Draft, rule: Rule, avoided: Collection[Draft] = ()) -> Draft | None:
         """Returns a draft of the model of `draft`, near and idle; None without one that is usable and not avoided."""
-        same = [one for one in self.drafts.fit() if one.model_key == draft.model_key and one not in avoided]
+        same = [one for one in self.drafts.up() if one.model_key == draft.model_key and one not in avoided]
+        same = self.drafts.fit(same)
         return routing.choose_draft(same, lambda one: one.wait_s(rule), secrets.randbelow) if same else None
 
     def _proposers(self, request: GenerationRequest) -> frozenset[Proposer]:

@@ -125,10 +125,10 @@ class Generation(Placement):
                 self._on_draft_changed(event)
             return
         rounds = (Round.of(record, asked, event.verdict.accepted),) if self._reports_rounds else ()
-        self._emit(self._delta(event, record, appended.texts, rounds))
         is_moved = self._is_moving
         if self._loss_count or is_moved:
-            self._on_answered()
+            self._on_answered(self._output.count - len(event.token_ids))
+        self._emit(self._delta(event, record, appended.texts, rounds))
         if appended.ending is not None:
             self._finish(appended.ending)
         elif not is_moved:  # the time of a move is no measurement of a plan

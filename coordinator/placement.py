@@ -9,7 +9,6 @@ changed the same way. No result of a round that was lost was seen, so the text i
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from abc import ABC, abstractmethod
 
@@ -28,7 +27,8 @@ from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
 LOSS_COUNT_MAX = 3  # targets lost in a row that end a text
-SPACE_RETRY_S = 0.5  # after a refusal that names no time
+ALIVE_AFTER_S = 0.1  # targets that end together are not all heard to end at one moment
+ASK_AGAIN_S = 0.5  # before a target that failed a text, or refused it without naming a time, is asked again
 
 
 class Lost(Exception):
@@ -51,13 +51,15 @@ class Placement(ABC):
         self._request = request
         self._target, self._draft = choice.target, choice.draft
         self._key, self._has_heads = choice.key, Proposer.HEADS in choice.proposers
-        self._model = choice.model  # of the target that its last tokens come from
+        self._model = self._next_model = choice.model  # of the targets that its last and its next tokens come from
         self._target_wait_s = target_wait_s
         self.began_s = time.monotonic()
         self.names = {"trace_id": request.context.trace_id.hex(), "session": session.number}  # in logs
         self._loop = asyncio.get_running_loop()
+        self._lost_s = 0.0  # when it lost the last
         self._loss_count = 0  # targets lost in a row, without an answered round between
-        self._avoided: dict[Target, float] = {}  # targets that refused or failed it since the last answer, until when
+        # Targets that refused or failed it since the last answer: until when, and the losses of that connection's peer.
+        self._avoided: dict[Target, tuple[float, int]] = {}
         self._left: set[Draft] = set()  # drafts that could not draft for it
         self._is_moving = False  # the round in flight was sent to more than one target
         self._lost: Lost | None = None  # why it seeks a target
@@ -116,7 +118,7 @@ class Placement(ABC):
     def _on_refused(self, error: ReplicaUnavailable | CacheExhausted) -> None:
         """The target takes no more sessions, or has no space: the next one is asked. Raises the refusal of a new text
         that REFUSAL_COUNT_MAX targets refused; a text under way waits then."""
-        self._avoided[self._target] = time.monotonic() + (error.retry_after_s or SPACE_RETRY_S)
+        self._avoid_target(error.retry_after_s or ASK_AGAIN_S)
         is_new, other = not self._output_count, self._next_target()
         if is_new and (other is None or not self._fleet.may_retry(len(self._avoided))):
             raise error
@@ -128,6 +130,7 @@ class Placement(ABC):
         """The target is lost to this text. The third loss in a row ends it, since it may be the cause, and so does a
         failure of the only target."""
         self._loss_count += 1
+        self._lost_s = time.monotonic()
         if not is_link_lost:
             self._target.health.fault(time.monotonic())
         others = any(peer is not self._target for peer in self._fleet.targets.peers)
@@ -136,7 +139,7 @@ class Placement(ABC):
             self._fail(lost.error(f"{lost}; {self._how_to_resume()}"))
             return
         if not is_link_lost:
-            self._avoided[self._target] = math.inf
+            self._avoid_target(ASK_AGAIN_S)
         self._move(lost)
 
     def _move(self, lost: Lost) -> None:
@@ -154,19 +157,25 @@ class Placement(ABC):
         if self in self._fleet.waiting and self._target_timer is None:
             self._target_timer = self._loop.call_later(self._target_wait_s, self._on_no_target)
 
+    def _avoid_target(self, for_s: float) -> None:
+        """Asks other targets for a time, unless this one is connected anew meanwhile."""
+        self._avoided[self._target] = time.monotonic() + for_s, self._target.loss_count
+
     def _next_target(self) -> Target | None:
-        """Returns the target to go on at, if one is there now; texts that lost several go to a target one by one."""
+        """Returns the target to go on at, if one is there now. Texts that lost several go to a target one by one, and
+        to one that was heard since: of targets that are lost together, as with their network, none counts as its
+        third."""
         now_s, fleet = time.monotonic(), self._fleet
-        avoided = {target for target, until_s in self._avoided.items() if until_s > now_s}
+        avoided = {one for one, (until_s, count) in self._avoided.items() if until_s > now_s and count == one.loss_count}
         if self._loss_count > 1:
-            avoided |= {target for target in fleet.targets.peers if target.suspect is not None}
+            alive_s = self._lost_s + ALIVE_AFTER_S
+            peers = fleet.targets.peers
+            avoided |= {target for target in peers if target.suspect is not None or target.link.heard_s < alive_s}
         return fleet.next_target(self._model, self._session.length_max, self._key, avoided)
 
-    def on_target_up(self, found: Target | None = None) -> None:
-        """Goes on at another target, if one is there: it waits for one, and `found` was connected again."""
+    def on_target_up(self) -> None:
+        """Goes on at another target, if one is there; it waits for one."""
         session, fleet = self._session, self._fleet
-        if found is not None:
-            self._avoided.pop(found, None)
         target = self._next_target()
         if target is None:
             return
@@ -176,15 +185,11 @@ class Placement(ABC):
             self._target_timer = None
         if self._loss_count > 1:
             target.suspect = self
-        model = target.usable()
         self._request.on_moved(
             target, str(self._lost), "" if self._lost is None else self._lost.cause, time.monotonic()
         )
-        self._target, self._lost = target, None
+        self._target, self._lost, self._next_model = target, None, target.usable()
         session.asks_heads = self._has_heads
-        if model.numerics != self._model.numerics:
-            self._emit(Moved(self._output_count, model))
-        self._model = model
         get_logger().info("generation moved", **self.names, peer=target.address)
         target.attach(session.number, self)
         self._step(events.TargetFound())
@@ -195,8 +200,11 @@ class Placement(ABC):
         reason = f"{self._lost}, and none was there for {self._target_wait_s:g} s"
         self._fail(ReplicaUnavailable(f"{reason}; {self._how_to_resume()}"))
 
-    def _on_answered(self) -> None:
-        """A round was answered after losses: this text did not cause them."""
+    def _on_answered(self, output_index: int) -> None:
+        """A round was answered after losses: this text did not cause them. `output_index`: of its first token."""
+        model, self._model = self._model, self._next_model
+        if self._model.numerics != model.numerics:
+            self._emit(Moved(output_index, self._model))
         was_suspect = self._target.suspect is self
         self._loss_count, self._is_moving = 0, False
         self._avoided.clear()

@@ -78,10 +78,10 @@ class Pool(Generic[P]):
             return peer
         raise ReplicaUnavailable(f"no {self._name}: {self.absent_reason}")
 
-    def fit(self) -> list[P]:
-        """Returns those among them that are not ejected."""
-        now_s, up = time.monotonic(), self.up()
-        return [peer for peer in up if not peer.health.is_ejected(now_s)] or up
+    def fit(self, peers: list[P]) -> list[P]:
+        """Returns those of `peers` that are not ejected; all if every one is."""
+        now_s = time.monotonic()
+        return [peer for peer in peers if not peer.health.is_ejected(now_s)] or peers
 
     def groups(self) -> list[tuple[Description, int]]:
         """Returns the models and numerics of the replicas that take new texts, and the number of each."""

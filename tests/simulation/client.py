@@ -190,9 +190,10 @@ class Coordinator:
         params = order.params(attempt)
         committed = [*order.prompt, *output]
         length_max = len(order.prompt) + order.max_tokens
-        choice = fleet.choose(order.request(), number, model, length_max)
+        choice = fleet.choose(order.request(), number, model, committed, length_max)
         policy = order.policy_of(attempt) or choice.policy
-        choice = replace(choice, policy=policy, proposers=frozenset(order.proposers))
+        draft = choice.draft if policy.draft_length_cap else None
+        choice = replace(choice, draft=draft, policy=policy, proposers=frozenset(order.proposers))
         session = Session(
             number,
             params,

@@ -18,8 +18,8 @@ SHARE_COUNT = 250  # schedules that a process runs before it reports
 
 
 def quiet() -> None:
-    """Leaves errors alone in the log of this process: faults make the driven classes log much."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    """Silences the log of this process: faults make the driven classes log much."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def tally_of(seeds: range) -> Tally:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.coordinator.placement import LOSS_COUNT_MAX, SPACE_RETRY_S
+from specdec.coordinator.placement import ASK_AGAIN_S, LOSS_COUNT_MAX
 from specdec.errors import CacheExhausted, ReplicaUnavailable, SpecdecError
 from specdec.protocol.events import Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import Failure, VerificationResult
@@ -34,7 +34,7 @@ def is_sound(answer: VerificationResult, draft_count: int) -> bool:
 @dataclass(slots=True, eq=False)
 class Moves:
     """The replicas of one text. `others`: those of all texts that run. `losses`: in a row; `refused`: targets that
-    refused or failed it since the last answer, by their life, and until when."""
+    refused or failed it since the last answer, by their connection, and until when."""
 
     coordinator: Any
     session: Session
@@ -51,8 +51,8 @@ class Moves:
     was_link_lost: bool = False
     is_moved: bool = False  # the round under way
     moved_rounds: set[int] = field(default_factory=set)
-    refused: dict[tuple[Any, int], float] = field(default_factory=dict)
-    left_drafts: set[tuple[Any, int]] = field(default_factory=set)  # that could not draft for it
+    refused: dict[Stream | None, float] = field(default_factory=dict)
+    left_drafts: set[Stream | None] = field(default_factory=set)  # that could not draft for it
     open_at: dict[bool, set[Stream]] = field(default_factory=lambda: {False: set(), True: set()})
     last_draft: SimulatedLink | None = None
     opened_count: int = 0
@@ -90,7 +90,7 @@ class Moves:
             return
         elif isinstance(event.item, Failure) and event.item.incarnation == session.target_incarnation:
             if event.item.reason in REFUSALS:
-                self._leave((event.item.retry_after_ms / 1000 or SPACE_RETRY_S) + self.now_s)
+                self._leave((event.item.retry_after_ms / 1000 or ASK_AGAIN_S) + self.now_s)
                 self.was_refused = True
                 self.refusal_count += 1
             else:
@@ -102,23 +102,19 @@ class Moves:
                 self._lose(False)
 
     def _told_by_draft(self, item: Any) -> None:
-        session, process = self.session, self.generation._draft.link.process
+        session = self.session
         if isinstance(item, Failure) and session.has_draft and item.incarnation == session.draft_incarnation:
-            self.left_drafts.add((process, process.life))
+            self.left_drafts.add(self.generation._draft.link.stream)
 
     def _lose(self, is_link_lost: bool) -> None:
         self.losses += 1
         self.was_suspect |= self.losses > 1
         self.was_refused, self.was_link_lost = False, is_link_lost
-        if is_link_lost:
-            self._leave(None)
-        else:
-            self._leave(math.inf)
+        self._leave(None if is_link_lost else self.now_s + ASK_AGAIN_S)
 
     def _leave(self, until_s: float | None) -> None:
-        process = self.generation._target.link.process
         if until_s is not None:
-            self.refused[process, process.life] = until_s
+            self.refused[self.generation._target.link.stream] = until_s
         self.is_moved = True
         if self.left_s is None:
             self.left_s = self.now_s
@@ -189,14 +185,14 @@ class Moves:
         now_s, wait_s = self.now_s, self.coordinator.wait_s
         if self.left_s is None or now_s - self.left_s > wait_s + 1e-9:
             raise Violation(f"session {self.session.number} waits for a target since {self.left_s}, for {wait_s} s")
-        free = any(self._is_free(peer) for peer in self.coordinator.fleet.targets.peers)
+        free = any(map(self._is_free, self.coordinator.fleet.targets.up()))
         self.free_s = (now_s if self.free_s is None else self.free_s) if free else None
         if self.free_s is not None and now_s - self.free_s > NOTICED_S:
             raise Violation(f"session {self.session.number} seeks a target, and one is free since {self.free_s}")
 
     def _is_free(self, peer: Any) -> bool:
         link = peer.link
-        if not is_usable(peer) or self.refused.get((link.process, link.process.life), 0.0) > self.now_s:
+        if not is_usable(peer) or self.refused.get(link.stream, 0.0) > self.now_s:
             return False
         if self.losses < 2:
             return True
@@ -212,9 +208,9 @@ class Moves:
             if not own.link.is_up:
                 raise Violation(f"session {session.number} says its draft is {state.name}, and it is lost")
             return
-        for peer in self.coordinator.fleet.drafts.peers:
-            name = peer.link.process, peer.link.process.life
-            if is_usable(peer) and peer.model_key == own.model_key and name not in self.left_drafts:
+        for peer in self.coordinator.fleet.drafts.up():
+            is_left = peer.link.stream in self.left_drafts
+            if is_usable(peer) and peer.model_key == own.model_key and not is_left:
                 raise Violation(f"session {session.number} says its draft is {state.name}; {peer.address} is there")
 
     def check_statistics(self) -> None:

@@ -242,6 +242,7 @@ class SimulatedLink:
         if process.life != life or not self._is_reachable() or self.loop.is_gone or not self._is_wanted:
             self._connect()
             return
+        self.load = None
         self.stream = Stream(self, process, life, Pipe(self.latency_s), Pipe(self.latency_s))
         process.streams.append(self.stream)
         self._on_up()

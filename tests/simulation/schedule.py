@@ -60,7 +60,7 @@ def made_repeatable(world: World, rng: random.Random) -> Iterator[None]:
             stack.enter_context(patch.object(time, name, clock.perf_counter))
         stack.enter_context(patch.object(structlog, "get_logger", lambda *_, **__: SILENT))
         stack.enter_context(patch.object(logging.getLogger("specdec.engine"), "disabled", True))
-        stack.enter_context(patch.object(secrets, "randbits", rng.getrandbits))
+        stack.enter_context(patch.multiple(secrets, randbits=rng.getrandbits, randbelow=rng.randrange))
         stack.enter_context(patch.object(items, "EXTEND_TOKEN_COUNT_MAX", scenario.extend_max))
         stack.enter_context(patch.multiple(admission, RUN_POSITIONS=scenario.run_positions, RUN_SHARE=0.0))
         stack.enter_context(patch.multiple(deadlines, QUIET_S=2.0, FACTOR=2.0, TURN_FACTOR=3.0))
