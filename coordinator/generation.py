@@ -34,6 +34,7 @@ from specdec.telemetry.logs import get_logger
 
 NETWORK_ROUNDS = 4  # of plain decoding, between two records of the draft's network time: only pings measure it then
 LOSS_COUNT_MAX = 3  # targets lost in a row that end a text
+ALIVE_AFTER_S = 0.1  # targets that end together are not all heard to end at one moment
 ROOM_RETRY_S = 0.5  # after a refusal that names no time
 UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
 
@@ -68,12 +69,13 @@ class Generation:
         self._target, self._draft = choice.target, choice.draft
         self._has_heads = Proposer.HEADS in choice.proposers
         self._key = choice.key
-        self._model = choice.model  # of the target that its last tokens come from
+        self._model = self._next_model = choice.model  # of the targets that its last and its next tokens come from
         self._fleet = fleet
         self._request = request
         self._reports_rounds, self._reports_statistics = reports_rounds, reports_statistics
         self._target_wait_s = target_wait_s
         self.began_s = time.monotonic()
+        self._lost_s = 0.0  # when it lost the last
         self._loss_count = 0  # targets lost in a row, without an answered round between
         self._avoided: dict[Target, float] = {}  # targets that refused or failed it since the last answer, until when
         self._left: set[Draft] = set()  # drafts that could not draft for it
@@ -154,10 +156,10 @@ class Generation:
                 self._on_draft_changed(event)
             return
         rounds = (Round.of(record, asked, event.verdict.accepted),) if self._reports_rounds else ()
-        self._emit(self._delta(event, record, appended.texts, rounds))
         is_moved = self._is_moving
         if self._loss_count or is_moved:
-            self._on_answered()
+            self._on_answered(self._output.count - len(event.token_ids))
+        self._emit(self._delta(event, record, appended.texts, rounds))
         if appended.ending is not None:
             self._finish(appended.ending)
         elif not is_moved:  # the time of a move is no measurement of a plan
@@ -307,6 +309,7 @@ class Generation:
         """The target is lost to this text. The third loss in a row ends it, since it may be the cause, and so does a
         failure of the only target."""
         self._loss_count += 1
+        self._lost_s = time.monotonic()
         if not is_link_lost:
             self._target.health.fault(time.monotonic())
         others = any(peer is not self._target for peer in self._fleet.targets.peers)
@@ -334,11 +337,15 @@ class Generation:
             self._target_timer = self._loop.call_later(self._target_wait_s, self._on_no_target)
 
     def _next_target(self) -> Target | None:
-        """Returns the target to go on at, if one is there now; texts that lost several go to a target one by one."""
+        """Returns the target to go on at, if one is there now. Texts that lost several go to a target one by one, and
+        to one that was heard since: of targets that are lost together, as with their network, none counts as its
+        third."""
         now_s, fleet = time.monotonic(), self._fleet
         avoided = {target for target, until_s in self._avoided.items() if until_s > now_s}
         if self._loss_count > 1:
-            avoided |= {target for target in fleet.targets.peers if target.suspect is not None}
+            alive_s = self._lost_s + ALIVE_AFTER_S
+            peers = fleet.targets.peers
+            avoided |= {target for target in peers if target.suspect is not None or target.link.heard_s < alive_s}
         return fleet.next_target(self._model, self._session.length_max, self._key, avoided)
 
     def on_target_up(self, found: Target | None = None) -> None:
@@ -355,15 +362,11 @@ class Generation:
             self._target_timer = None
         if self._loss_count > 1:
             target.suspect = self
-        model = target.usable()
         self._request.on_moved(
             target, str(self._lost), "" if self._lost is None else self._lost.cause, time.monotonic()
         )
-        self._target, self._lost = target, None
+        self._target, self._lost, self._next_model = target, None, target.usable()
         session.asks_heads = self._has_heads
-        if model.numerics != self._model.numerics:
-            self._emit(Moved(self._output.count, model))
-        self._model = model
         get_logger().info("generation moved", **self.names, peer=target.address)
         target.attach(session.number, self)
         self._step(events.TargetFound())
@@ -374,8 +377,11 @@ class Generation:
         reason = f"{self._lost}, and none was there for {self._target_wait_s:g} s"
         self._fail(ReplicaUnavailable(f"{reason}; {self._how_to_resume()}"))
 
-    def _on_answered(self) -> None:
-        """A round was answered after losses: this text did not cause them."""
+    def _on_answered(self, output_index: int) -> None:
+        """A round was answered after losses: this text did not cause them. `output_index`: of its first token."""
+        model, self._model = self._model, self._next_model
+        if self._model.numerics != model.numerics:
+            self._emit(Moved(output_index, self._model))
         was_suspect = self._target.suspect is self
         self._loss_count, self._is_moving = 0, False
         self._avoided.clear()

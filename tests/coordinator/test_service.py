@@ -19,6 +19,7 @@ from specdec.protocol.report import DELTA_TOKEN_COUNT_MAX, Delta, Finished, Stat
 from specdec.protocol.types import Description, FinishReason, TokenKind
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import coordinator_service_pb2 as pb
+from tests.support.fleets import MODEL
 
 TARGET = Description("digest", "print", "name", 7, 100, (1,), "float32", "cpu", "torch")
 TOO_MANY = pb.GenerateRequest(token_ids={"ids": [1]}, sampling={"stop": ["x"] * 17})
@@ -99,7 +100,7 @@ async def test_a_merged_delta_leaves_in_several_messages(
     finished = Finished(FinishReason.LENGTH, "", None, 1, count, Statistics(), "")
 
     async def admit(*_arguments):
-        return Ready(merged, finished), None
+        return Ready(merged, finished), None, MODEL
 
     monkeypatch.setattr(coordinator, "_admit", admit)
     messages = [message async for message in coordinator.generate(pb.GenerateRequest(), Call())]
