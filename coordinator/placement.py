@@ -166,7 +166,9 @@ class Placement(ABC):
         to one that was heard since: of targets that are lost together, as with their network, none counts as its
         third."""
         now_s, fleet = time.monotonic(), self._fleet
-        avoided = {one for one, (until_s, count) in self._avoided.items() if until_s > now_s and count == one.loss_count}
+        avoided = {
+            one for one, (until_s, count) in self._avoided.items() if until_s > now_s and count == one.loss_count
+        }
         if self._loss_count > 1:
             alive_s = self._lost_s + ALIVE_AFTER_S
             peers = fleet.targets.peers

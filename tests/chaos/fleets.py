@@ -158,3 +158,12 @@ def wait_under_way(streams: Sequence[Stream], token_count: int) -> None:
         return all(len(stream.outcome.token_ids) >= token_count for stream in streams)
 
     until(are_running, PATIENCE_S)
+
+
+def wait_longer(streams: Sequence[Stream], token_count: int) -> None:
+    """Returns once each has so many tokens more, or has ended."""
+    goals = [len(stream.outcome.token_ids) + token_count for stream in streams]
+    until(
+        lambda: all(one.has_ended or len(one.outcome.token_ids) >= goal for one, goal in zip(streams, goals)),
+        PATIENCE_S,
+    )

@@ -26,7 +26,7 @@ from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.chaos.clients import percentile
-from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_under_way
+from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_longer, wait_under_way
 from tests.chaos.tables import REPLICA, VOCABULARY_SIZE, table_texts
 from tests.chaos.texts import SPECULATIVE, Readers, Reading, Text, longest_gap_s, references_of
 from tests.support.services import fixed
@@ -141,7 +141,7 @@ def gaps_s(under_way: list[tuple[Text, Reading]], began_s: float, found: list[fl
 def under_faults(place: Fleet, asked: argparse.Namespace, console: Console) -> Struck:
     """All faults but that of all targets, under readers, until each has its points."""
     struck, chance = Struck(), random.Random(asked.seed)
-    references = references_of(place.clients[0].address, table_texts(TEXT_COUNT, TEXT_TOKENS))
+    references = references_of(place.clients[0].address, table_texts(TEXT_COUNT, TEXT_TOKENS), TEXT_COUNT)
     addresses = [client.address for client in place.clients]
     for stream_count, kinds, point_count in (
         (asked.streams, KINDS[:-1], asked.points),
@@ -164,7 +164,7 @@ def under_faults(place: Fleet, asked: argparse.Namespace, console: Console) -> S
 def when_all_are_killed(place: Fleet, asked: argparse.Namespace, struck: Struck) -> None:
     """Kills all targets at once under streams, again and again until there are enough points."""
     texts = table_texts(asked.streams, TEXT_TOKENS)
-    references = references_of(place.clients[0].address, texts)
+    references = references_of(place.clients[0].address, texts, len(texts))
     while len(struck.points[ALL]) < asked.points:
         streams = {
             text: Stream(place.clients[number % 2], text.request(SPECULATIVE[number % len(SPECULATIVE)]))
@@ -192,11 +192,13 @@ def at_each_token(place: Fleet, asked: argparse.Namespace) -> tuple[int, int, in
     text_count = wrong_count = 0
     while missing:
         streams = [Stream(client, client.request(**SAMPLED)) for client in place.clients * (asked.streams // 4)]
-        while not all(stream.has_ended for stream in streams):
-            missing -= {len(stream.outcome.token_ids) for stream in streams if not stream.has_ended}
+        wait_under_way(streams, 1)  # without any target a new text is refused
+        while under_way := [stream for stream in streams if not stream.has_ended]:
+            missing -= {len(stream.outcome.token_ids) for stream in under_way}
             for target in place.targets:
                 target.link.drop()
-            place.wait_whole()
+            wait_longer(under_way, 2)  # the third loss without an answer between would end a text
+        place.wait_whole()
         text_count += len(streams)
         wrong_count += sum(
             stream.join().error is not None or stream.outcome.comparable != expected.comparable for stream in streams
