@@ -2,6 +2,8 @@
 
 `python -m bench.gateway` runs the same texts through `Generate` and through HTTP, in turn, on the same services, and
 prints ratios. CPU times are those of a process that does nothing else: the gateway, and a bare gRPC reader.
+`--vocabulary N` instead trains a tokenizer of N tokens on the sources of the installed packages, and prints start and
+memory of a gateway with it.
 """
 
 from __future__ import annotations
@@ -11,12 +13,20 @@ import asyncio
 import json
 import multiprocessing
 import statistics
+import tempfile
 import time
-from collections.abc import AsyncGenerator, Sequence
+import urllib.request
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import tokenizers
+import torch
+
 from bench import harness
+from bench.gpu_models import TINY, plain_model
 from specdec.client.request import make_request
 from specdec.client.stream import Client
 from specdec.gateway_settings import GatewaySettings
@@ -24,6 +34,8 @@ from specdec.launch.children import Child, start
 from specdec.settings import split_address
 
 PROMPT = [7, 300, 1200, 45, 9] * 40  # of 200 tokens
+TRAINING_BYTES = 40 << 20  # of text, for 150,000 tokens
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -126,12 +138,76 @@ def report(grpc_address: str, gateway: Child, count: int, repeats: int) -> None:
         print(f"  throughput of HTTP / gRPC: {statistics.median(ratios):.3f}")
 
 
+def training_texts() -> Iterator[str]:
+    """Yields sources of the installed packages, TRAINING_BYTES of them."""
+    byte_count = 0
+    for path in sorted(Path(tokenizers.__file__).parents[1].rglob("*.py")):
+        byte_count += path.stat().st_size
+        if byte_count > TRAINING_BYTES:
+            return
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def make_model(folder: Path, vocabulary_size: int) -> None:
+    """Writes a tiny model with a byte-level BPE of this size and a chat template."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary_size, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
+    made.train_from_iterator(training_texts(), trainer)
+    plain_model(
+        replace(TINY, vocabulary=made.get_vocab_size(), positions=4096), torch.device("cpu"), torch.float32
+    ).save_pretrained(folder)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    print(
+        f"{made.get_vocab_size()} tokens, tokenizer.json of {(folder / 'tokenizer.json').stat().st_size / 1e6:.1f} MB"
+    )
+
+
+def report_vocabulary(vocabulary_size: int, repeats: int) -> None:
+    """Prints start and memory of gateways whose tokenizer has this many tokens, after chats of some 2,000 tokens."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder, vocabulary_size)
+        chat = {"messages": [{"role": "user", "content": next(training_texts())[:6000]}], "max_tokens": 16}
+        with harness.running(folder, None, threads=1) as services:
+            settings = GatewaySettings(
+                port=0, address=(services.coordinator.address,), model=str(folder), log_level="error"
+            )
+            for _ in range(repeats):
+                begin_s = time.perf_counter()
+                with start("gateway", settings) as gateway:
+                    gateway.wait_ready()
+                    ready_s, own_s = time.perf_counter() - begin_s, cpu_s(gateway)
+                    for path, body in (("/v1/chat/completions", chat), ("/tokenize", {"messages": chat["messages"]})):
+                        post(gateway.address, path, body)
+                    memory = gateway.memory_peak_bytes / 1e6
+                print(f"start {ready_s:.1f} s, of which CPU {own_s:.1f} s; memory {memory:.0f} MB")
+
+
+def post(address: str, path: str, body: dict[str, Any]) -> None:
+    """Sends a request and reads its answer. Raises AssertionError unless it is 200."""
+    request = urllib.request.Request(
+        f"http://{address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200 and answer.read()
+
+
 def main() -> None:
     """Starts services and a gateway, and compares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=200, help="of each text")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vocabulary", type=int, help="tokens of a tokenizer made for start and memory alone")
     asked = parser.parse_args()
+    if asked.vocabulary is not None:
+        report_vocabulary(asked.vocabulary, asked.repeats)
+        return
     with harness.running(coordinator={"speculation_policy": "auto"}, threads=1) as services:
         address = services.coordinator.address
         begin_s = time.perf_counter()

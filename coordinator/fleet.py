@@ -12,8 +12,9 @@ from typing import Protocol, TypeAlias, cast
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.discovery import Discovery
 from specdec.coordinator.ejection import RetryBudget
-from specdec.coordinator.peers import Draft, Listener, ModelKey, Peer, Target
+from specdec.coordinator.peers import Listener, ModelKey, Peer
 from specdec.coordinator.pool import Pool
+from specdec.coordinator.replicas import Draft, Target
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.draft_time import DraftTimes
@@ -35,7 +36,7 @@ REJECTION_EVERY = 64  # of the requests that leave the rule to the service, one 
 MODEL_EVERY = 8  # while a draft model is not measured yet
 HOPELESS = 0.5  # of the best rate: pairs so slow when last measured that exploration would cost too much
 RULE_GAIN = 1.03  # least ratio of REJECTION to COUPLED for a choice of REJECTION: COUPLED sends less, trusts no draft
-WAITING_RETRY_S = 0.25  # a target may have room again
+WAITING_RETRY_S = 0.25  # a target may have space again
 RULE_ROUNDS = 100.0  # of both rules, before they are compared
 
 
@@ -92,6 +93,7 @@ class Fleet:
         self.routes = dict.fromkeys(("home", "spill", "random"), 0)
         self._keys, self._retries = routing.Keys(), RetryBudget()
         self._tried: dict[tuple[Rule, ModelKey], int] = {}  # turns of pairs
+        self._discoveries: dict[str, Discovery] = {}  # by the kind of replica
         self._searches: list[asyncio.Task[None]] = []
         self._retry: asyncio.TimerHandle | None = None
         self._own = frozenset(Proposer[name.upper()] for name in settings.proposers.split(",") if name)
@@ -120,9 +122,10 @@ class Fleet:
     def start(self) -> None:
         """Finds the replicas and connects them."""
         settings = self._settings
-        for values, pool in ((settings.target, self.targets), (settings.draft, self.drafts)):
+        for name, values, pool in (("target", settings.target, self.targets), ("draft", settings.draft, self.drafts)):
             pool.start()
-            self._searches.append(asyncio.create_task(Discovery(values, pool.update).run()))
+            discovery = self._discoveries[name] = Discovery(values, pool.update)
+            self._searches.append(asyncio.create_task(discovery.run()))
 
     async def stop(self) -> None:
         """Closes all links."""
@@ -134,6 +137,8 @@ class Fleet:
         """A replica became usable, or no longer is: tells the texts that wait for one."""
         is_up = self.targets.on_changed(peer) if isinstance(peer, Target) else self.drafts.on_changed(cast(Draft, peer))
         self._told()
+        if not peer.link.is_up and peer.name in self._discoveries:
+            self._discoveries[peer.name].look_now()  # whatever replaced it
         if is_up and isinstance(peer, Target):
             self.place_waiting(peer)
         elif is_up:

@@ -88,12 +88,13 @@ class Prompts:
         content = parse_json(file, read_text(file, TOKENIZER_BYTES_MAX))
         check_tokens(str(file), content)
         self.fingerprint = tokenizer_fingerprint(content)
+        self._is_byte_level = "ByteLevel" in json.dumps(content.get("decoder") or {})
+        del content  # of a large vocabulary it takes as much memory as the tokenizer
         self._tokenizer = whole_tokenizer(file)
         self.template = ChatTemplate.read(folder)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token.content: token_id for token_id, token in added.items() if token.special}
-        self._is_byte_level = "ByteLevel" in json.dumps(content.get("decoder") or {})
         self.piece = lru_cache(PIECE_COUNT_KEPT)(self._piece)
         self._workers = ThreadPoolExecutor(WORKER_COUNT, "prompts")
 

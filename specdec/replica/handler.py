@@ -104,11 +104,11 @@ class ReplicaService(Protocol):
         """Raises SpecdecError for a session that this replica can never open."""
 
     def usage(self) -> float:
-        """Returns the share that is taken of what its sessions need beside places, 0 to 1: at 1 it has no room for
-        one more. May be called from another thread."""
+        """Returns the share that is taken of what its sessions need beside places, 0 to 1: at 1 there is no space
+        for one more. May be called from another thread."""
 
     def admit(self, item: Open, now_s: float) -> None:
-        """Raises CacheExhausted if there is no room for the new session, as far as known before its tokens."""
+        """Raises CacheExhausted if there is no space for the new session, as far as known before its tokens."""
 
     def open(self, item: Open, reply: Reply) -> Any:
         """Returns a checked session with its first allocation. Raises SpecdecError; then nothing was allocated."""

@@ -63,7 +63,7 @@ class Fleet:
         self.wait_counts(len(self.targets), len(self.drafts))
 
     def wait_counts(self, target_count: int, draft_count: int) -> None:
-        """Returns once every coordinator uses so many. Raises TimeoutError."""
+        """Returns once every coordinator uses this number. Raises TimeoutError."""
         for client in self.clients:
             until(lambda client=client: self.counts(client) == (target_count, draft_count), PATIENCE_S)
 
@@ -151,7 +151,7 @@ class Stream:
 
 
 def wait_under_way(streams: Sequence[Stream], token_count: int) -> None:
-    """Returns once each has so many tokens. Fails when one has ended."""
+    """Returns once each has that number of tokens. Fails when one has ended."""
 
     def are_running() -> bool:
         assert not any(stream.has_ended for stream in streams), "a text ended too soon for this test"

@@ -210,7 +210,7 @@ def test_beyond_loopback_needs_tls_or_insecure(host, tmp_path):
 @pytest.mark.parametrize("command", ["draft", "target"])
 def test_allowed_peers_need_certificates(command, tmp_path):
     """Claim: --allow-peer may be repeated, and without TLS it is refused at the start, naming the flags that
-    are missing. Source: without certificates it would allow nobody, or everybody."""
+    are missing. Source: without certificates it would allow no peer, or every one."""
     names = ["--allow-peer", "coordinator", "--allow-peer", "c.example.org"]
     refused = refusal(command, "--model", "m", *names)
     assert all(flag in refused for flag in ("--allow-peer coordinator", "--ssl-certfile", "--ssl-keyfile"))

@@ -14,10 +14,15 @@ from pathlib import Path
 import pytest
 import structlog
 
+from specdec.config import ServiceSettings
 from specdec.coordinator.discovery import Discovery, Member
+from specdec.coordinator.ejection import PoolHealth
+from specdec.coordinator.replicas import Target
 from specdec.protocol.types import REPLICA_COUNT_MAX
-from tests.coordinator.names_apart import ENDING, FILE_S
+from tests.coordinator.names_apart import ENDING, FILE_S, NAME, OTHER
+from tests.support.certificates import Authority
 from tests.support.dns_server import RESOLVER_S, apart, why_not_apart
+from tests.support.echo_service import listening
 
 END_S = RESOLVER_S - 1.5  # of a process whose resolver hangs
 SILENCE_S = 6.0
@@ -114,3 +119,25 @@ async def test_the_first_members_are_taken_beyond_the_limit(tmp_path: Path) -> N
     assert said[0] == tuple(map(Member, hosts[:REPLICA_COUNT_MAX]))
     assert said[1] == tuple(map(Member, hosts[1 : REPLICA_COUNT_MAX + 1]))
     assert [(entry["event"], entry["count"]) for entry in logs] == [("too many replicas", REPLICA_COUNT_MAX + 2)]
+
+
+async def test_a_link_demands_the_name_that_a_member_was_found_by(tmp_path: Path) -> None:
+    """Claim: the link of a coordinator to a member that a name led to is up where the certificate has this name alone,
+    and is not where it has another one.
+
+    Conclusive: two links of one kind to one address over mutual TLS; only the names of the members differ.
+    """
+    authority = Authority("an authority")
+    server_tls = authority.issue(tmp_path / "server", dns=NAME, has_address=False)
+    link_tls = authority.issue(tmp_path / "link")
+    files = {name: getattr(server_tls, name) for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")}
+    async with listening(ServiceSettings(port=0, **files)) as address:
+        arguments = link_tls, "", lambda peer: None
+        right, wrong = (Target(Member(address, name), *arguments, PoolHealth().add()) for name in (NAME, OTHER))
+        running = [asyncio.create_task(peer.link.run()) for peer in (wrong, right)]
+        await until(lambda: right.link.is_up, 10.0)
+        await until(lambda: "not reached yet" not in wrong.link.down_reason, 10.0)
+        assert not wrong.link.is_up
+        for link in running:
+            link.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

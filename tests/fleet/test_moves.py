@@ -194,7 +194,7 @@ def test_a_text_changes_drafts(how: str, whole: Fleet, expected: list[tuple[Any,
     assert not moved_count(streams)
 
 
-def test_texts_under_way_wait_for_room(model: Path) -> None:
+def test_texts_under_way_wait_for_space(model: Path) -> None:
     """Claim: a target whose places are taken refuses a text, which another one then serves; with all places taken a new
     text is refused, with a delay, and one under way whose target dies waits for a place and ends as undisturbed.
 

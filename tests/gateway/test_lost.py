@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def services(models: tuple[Path, Path]) -> Iterator[Services]:
 
 def undisturbed(address: str) -> list[dict[str, Any]]:
     """The whole answer of each stream's request."""
-    return [ask(address, PATH, ALWAYS | own).json["choices"][0] for own in STREAMS]
+    with ThreadPoolExecutor(len(STREAMS)) as pool:
+        return list(pool.map(lambda own: ask(address, PATH, ALWAYS | own).json["choices"][0], STREAMS))
 
 
 def check_statistics(chunks: list[dict[str, Any]]) -> None:
@@ -78,6 +80,7 @@ def run_and_check(address: str, expected: list[dict[str, Any]], at_event: int, l
     until(lambda: sum(stream.event_count for stream in streams) >= at_event, 60.0)
     running_count = sum(not stream.has_ended for stream in streams)
     lose()
+    until(lambda: ask(address, "/health").status == 200, 120.0)  # requests below need a coordinator with a target
     for own, whole, stream in zip(STREAMS, expected, streams):
         chunks = events_of(stream.result())
         (text,) = streamed_texts(chunks)

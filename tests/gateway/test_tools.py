@@ -102,7 +102,7 @@ def test_the_openai_client_has_the_calls(scripted: str) -> None:
 SPECIAL = {"hermes": ("<tool_call>", "</tool_call>"), "llama3": ("<|python_tag|>", "<|eom_id|>")}
 
 
-@pytest.mark.parametrize("call_format", SPECIAL)
+@pytest.mark.parametrize("call_format", ["llama3", pytest.param("hermes", marks=pytest.mark.more)])
 def test_marks_may_be_special_tokens(call_format: str, tmp_path: Path) -> None:
     """Claim: where the mark of calls is a special token, which has no text, a call after it in mid-text is a call,
     whatever comes at once; what follows it is content, as is the mark's word in plain letters; a mark before no call,

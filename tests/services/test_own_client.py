@@ -12,7 +12,7 @@ from specdec.engine.table_model import write_table_model
 from specdec.launch.children import start
 from tests.support.services import Client, running
 
-TOKENS = 3000  # it lasts until the coordinator is killed, on any machine
+TOKENS = 1500  # it lasts until the coordinator is killed, on any machine
 
 
 def test_a_text_outlives_its_coordinator(tmp_path: Path) -> None:

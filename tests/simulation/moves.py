@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.coordinator.generation import LOSS_COUNT_MAX, ROOM_RETRY_S
+from specdec.coordinator.placement import LOSS_COUNT_MAX, SPACE_RETRY_S
 from specdec.errors import CacheExhausted, ReplicaUnavailable, SpecdecError
 from specdec.protocol.events import Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import Failure, VerificationResult
@@ -90,7 +90,7 @@ class Moves:
             return
         elif isinstance(event.item, Failure) and event.item.incarnation == session.target_incarnation:
             if event.item.reason in REFUSALS:
-                self._leave((event.item.retry_after_ms / 1000 or ROOM_RETRY_S) + self.now_s)
+                self._leave((event.item.retry_after_ms / 1000 or SPACE_RETRY_S) + self.now_s)
                 self.was_refused = True
                 self.refusal_count += 1
             else:

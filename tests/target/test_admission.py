@@ -273,7 +273,7 @@ def test_sessions_left_alone_give_their_blocks_to_others(folder: Path, clock: Cl
 def test_a_text_from_elsewhere_waits_where_a_new_one_is_refused(folder: Path, clock: Clock) -> None:
     """Claim: a session with an age that finds no blocks is not refused: it waits without any, new ones are refused
     meanwhile, and it runs once blocks are free; its start counts as no preemption and no reopening, and its prefix hits
-    are reported. Where there is room it starts at once, and so does a new one behind it.
+    are reported. Where there is space it starts at once, and so does a new one behind it.
 
     Source: issue "a fleet": a text under way waits for blocks. Conclusive: the same session without an age is refused,
     and the blocks are as many.
@@ -300,7 +300,7 @@ def test_a_text_from_elsewhere_waits_where_a_new_one_is_refused(folder: Path, cl
 
 
 def test_texts_from_elsewhere_are_as_old_as_they_say(folder: Path, clock: Clock) -> None:
-    """Claim: order is that of births, whoever came first: an older text takes the blocks of younger sessions once
+    """Claim: order is that of births, whichever came first: an older text takes the blocks of younger sessions once
     their runs are over, one of an age between two takes those of the younger only, and of two that wait the older
     begins first; equal ages keep the order of arrival.
 

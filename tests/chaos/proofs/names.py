@@ -39,6 +39,7 @@ TARGETS, DRAFTS = NAMES
 HOSTS = [f"127.0.0.{number}" for number in (2, 3, 4)]
 MANY = [*HOSTS, *(f"127.1.{number // 250}.{number % 250 + 1}" for number in range(297))]  # no server at the others
 USED_S = 6.0
+LOOK_S = 2.0  # without a lost link: 4.5 s
 STEP_S = 60.0  # after which a step fails
 FAILURE_S = 12.0  # at most, of each failure with an answer: two look-ups
 MAX_TOKENS = 48
@@ -64,6 +65,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         Bar("texts that differ or did not end", 0, len(found["wrong"]), "; ".join(found["wrong"][:3]), is_limit=True),
         worst_of("seconds until a change of records is in use", USED_S, found["seconds"], is_limit=True),
         worst_of("looks at which a failure changed the members", 0, found["changes"], is_limit=True),
+        Bar("seconds from a lost link to the look-up of its name", LOOK_S, found["looked_s"], is_limit=True),
         Bar("texts read", 20 * asked.streams, found["text_count"]),
     ]
 
@@ -95,6 +97,7 @@ class World:
             write_table_model(folder / name, VOCABULARY_SIZE, seed=seed)
         self.seconds: dict[str, float] = {}
         self.changes: dict[str, float] = {}
+        self.looked_s = float("inf")
 
     def begin(self) -> str:
         """Starts all; two targets and a draft have records. Returns the coordinator's address."""
@@ -134,7 +137,7 @@ class World:
         return target_count, draft_count
 
     def until(self, step: str, counts: tuple[int, int], is_timed: bool = True) -> None:
-        """Waits until so many targets and drafts are used, and notes the time."""
+        """Waits until this number of targets and drafts is used, and notes the time."""
         begun_s = time.monotonic()
         while self.counts() != counts:
             if time.monotonic() > begun_s + STEP_S:
@@ -153,11 +156,24 @@ class World:
             time.sleep(0.1)
         return (cpu_seconds(self.coordinator.process.pid) - used_s) / (time.monotonic() - begun_s)
 
-    def replace_target(self, host: str, number: int) -> None:
-        """Ends the target at this address by a signal and starts another one there."""
-        old = self.targets[host]
-        old.signal(number)
-        old.process.wait()
+    def look_after_loss(self, host: str) -> float:
+        """Kills the target at this address soon after a look-up of its name; returns the seconds until the next one."""
+        before = self.server.counts[TARGETS]
+        while self.server.counts[TARGETS] == before:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        before, begun_s = self.server.counts[TARGETS], time.monotonic()
+        self.targets[host].signal(signal.SIGKILL)
+        while self.server.counts[TARGETS] == before:
+            time.sleep(0.01)
+        seconds = time.monotonic() - begun_s
+        self.replace_target(host)
+        return seconds
+
+    def replace_target(self, host: str) -> None:
+        """Kills the target at this address and starts another one there."""
+        self.targets[host].signal(signal.SIGKILL)
+        self.targets[host].process.wait()
         self.targets[host] = self.begin_target(host)
         self.targets[host].wait_ready()
 
@@ -171,8 +187,9 @@ def steps(world: World, silence_s: float) -> dict[str, float]:
     world.until("added", (3, 2))
     records[TARGETS] = HOSTS[1:]
     world.until("removed", (2, 2))
-    world.replace_target(HOSTS[0], signal.SIGTERM)
     shares = {"live": world.stays("as they are", failure_s, (2, 2))}
+    world.looked_s = world.look_after_loss(HOSTS[2])
+    world.until("the target is back", (2, 2), is_timed=False)
     records[TARGETS] = MANY
     world.until("300 records", (3, 2))
     shares["dead"] = world.stays("300 records", failure_s, (3, 2))
@@ -181,7 +198,7 @@ def steps(world: World, silence_s: float) -> dict[str, float]:
         world.stays(failure.name, failure_s, (3, 2))
     records |= dict.fromkeys(NAMES, Failure.SILENCE)
     world.stays("silence", silence_s / 2, (3, 2))
-    world.replace_target(HOSTS[1], signal.SIGKILL)
+    world.replace_target(HOSTS[1])
     world.until("a target replaced in the silence", (3, 2), is_timed=False)
     world.stays("silence", silence_s / 2, (3, 2))
     records |= {TARGETS: HOSTS[:1], DRAFTS: HOSTS[1:2]}
@@ -209,6 +226,7 @@ def main(folder: Path, stream_count: int, silence_s: float) -> dict[str, Any]:
         "wrong": readers.wrong,
         "seconds": world.seconds,
         "changes": world.changes,
+        "looked_s": world.looked_s,
         "coordinator_shares": shares,
     }
 
