@@ -20,7 +20,7 @@ from tests.chaos.processes import Link, Restartable
 from tests.support.services import Client, Outcome
 from tests.support.waiting import until
 
-PATIENCE_S = 60.0  # for replicas that start on a machine that others use
+PATIENCE_S = 180.0  # for replicas that start, and tokens, on a machine that others use
 STREAM_TIMEOUT_S = 300.0
 
 

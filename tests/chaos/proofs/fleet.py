@@ -205,7 +205,7 @@ def at_each_token(place: Fleet, asked: argparse.Namespace) -> Sampled:
             found.missing -= {len(stream.outcome.token_ids) for stream in under_way}
             for target in place.targets:
                 target.link.drop()
-            wait_longer(under_way, 2)  # the third loss without an answer between would end a text
+            wait_longer(under_way, 4)  # the third loss without an answer between would end a text
         place.wait_whole()
         found.text_count += len(streams)
         for stream in streams:
