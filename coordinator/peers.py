@@ -22,7 +22,7 @@ from specdec.errors import InvalidRequest, Mismatch, ReplicaUnavailable, Specdec
 from specdec.policy.goodput import Goodput
 from specdec.protocol.events import Event
 from specdec.protocol.items import NO_TRACE, is_farewell
-from specdec.protocol.routing import SESSION_LOAD_GUESS
+from specdec.protocol.routing import FULL, SESSION_LOAD_GUESS
 from specdec.protocol.types import PROTOCOL_VERSION, Description, Rule
 from specdec.rpc.client import open_channel
 from specdec.rpc.convert import description_from_message
@@ -89,6 +89,7 @@ class Peer(ABC):
         self._fingerprint = fingerprint
         self._changed = changed
         self._listeners: dict[int, Listener] = {}
+        self._refused_at = -1  # number of the load's report
         self._opened = (0, 0)  # number of the load's report, and of the sessions opened since
         self._tasks: tuple[asyncio.Task[None], ...] = ()  # of this connection
         self.link = Link(
@@ -125,9 +126,15 @@ class Peer(ABC):
     def load(self) -> float:
         """The share of it that is taken, 1 if no further session fits: by its last report, with the sessions that this
         coordinator opened since."""
+        if self._refused_at == self.link.load_count:
+            return FULL
         report_count, opened_count = self._opened
         since_count = opened_count if report_count == self.link.load_count else 0
         return self.reported_load + since_count * self.session_load
+
+    def refused_one(self) -> None:
+        """It refused a session: it counts as full until its next report."""
+        self._refused_at = self.link.load_count
 
     @property
     def reported_load(self) -> float:

@@ -64,6 +64,7 @@ class Placement(ABC):
         self._is_moving = False  # the round in flight was sent to more than one target
         self._lost: Lost | None = None  # why it seeks a target
         self._target_timer: asyncio.TimerHandle | None = None
+        self._draft_timer: asyncio.TimerHandle | None = None
 
     @property
     @abstractmethod
@@ -119,7 +120,8 @@ class Placement(ABC):
         """The target takes no more sessions, or has no space: the next one is asked. Raises the refusal of a new text
         that REFUSAL_COUNT_MAX targets refused; a text under way waits then."""
         self._avoid_target(error.retry_after_s or ASK_AGAIN_S)
-        is_new, other = not self._output_count, self._next_target()
+        self._target.refused_one()
+        is_new, other = not self._output_count and not self._loss_count, self._next_target()
         if is_new and (other is None or not self._fleet.may_retry(len(self._avoided))):
             raise error
         if other is None and not self._target_wait_s:
@@ -230,6 +232,9 @@ class Placement(ABC):
             return
         if state is DraftState.PAUSED:
             self._left.add(draft)
+            if isinstance(event, events.FromDraft) and isinstance(event.item, Failure) and event.item.retry_after_ms:
+                retry_s = event.item.retry_after_ms / 1000
+                self._draft_timer = self._loop.call_later(retry_s, self.on_draft_up, draft)
             if self._session.malformed_node_count:
                 draft.health.fault(time.monotonic())
         elif not isinstance(event, (events.DraftLost, events.DraftStops)):
@@ -260,8 +265,9 @@ class Placement(ABC):
         """Leaves its replicas, and all that it waits for; idempotent."""
         self._fleet.movers.pop(self, None)
         self._fleet.waiting.pop(self, None)
-        if self._target_timer is not None:
-            self._target_timer.cancel()
+        for timer in (self._target_timer, self._draft_timer):
+            if timer is not None:
+                timer.cancel()
         for peer in (self._target, self._draft):
             if peer is not None:
                 peer.detach(self._session.number)
