@@ -12,8 +12,9 @@ from typing import Protocol, TypeAlias, cast
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.discovery import Discovery
 from specdec.coordinator.ejection import RetryBudget
-from specdec.coordinator.peers import Draft, Listener, ModelKey, Peer, Target
+from specdec.coordinator.peers import Listener, ModelKey, Peer
 from specdec.coordinator.pool import Pool
+from specdec.coordinator.replicas import Draft, Target
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.draft_time import DraftTimes
@@ -35,7 +36,7 @@ REJECTION_EVERY = 64  # of the requests that leave the rule to the service, one 
 MODEL_EVERY = 8  # while a draft model is not measured yet
 HOPELESS = 0.5  # of the best rate: pairs so slow when last measured that exploration would cost too much
 RULE_GAIN = 1.03  # least ratio of REJECTION to COUPLED for a choice of REJECTION: COUPLED sends less, trusts no draft
-WAITING_RETRY_S = 0.25  # a target may have room again
+WAITING_RETRY_S = 0.25  # a target may have space again
 RULE_ROUNDS = 100.0  # of both rules, before they are compared
 
 

@@ -1,9 +1,8 @@
 """One generation from start to end: an event of a peer in, the session's step, items and output out.
 
 `take` is the loop: the rule concludes a result, the output takes its tokens, the session steps, what it returns is
-sent, and observers are told. A text whose target is lost, stops, refuses it or answers nonsense moves: its session is
-opened on another one, and the round in flight sent there; a draft is changed the same way. Everything here runs on the
-event loop and never blocks.
+sent, and observers are told. Where its replicas are is the matter of `Placement`. Everything here runs on the event
+loop and never blocks.
 """
 
 from __future__ import annotations
@@ -16,37 +15,24 @@ from dataclasses import replace
 
 from specdec.coordinator.fleet import Choice, Fleet
 from specdec.coordinator.output import Appended, Ending, OutputProcessor
-from specdec.coordinator.peers import Draft, Target
+from specdec.coordinator.placement import Lost, Placement
 from specdec.coordinator.recording import Recorder
 from specdec.coordinator.statistics import RequestStatistics
-from specdec.errors import CacheExhausted, InvalidRequest, NumericsError, ReplicaUnavailable, SpecdecError
+from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol import events
-from specdec.protocol.items import UINT32_MAX, Close, Failure, Nodes, Open, VerificationResult
+from specdec.protocol.items import UINT32_MAX, Failure, Nodes, Open, VerificationResult
 from specdec.protocol.records import RoundRecord, RoundTimes
 from specdec.protocol.rejection import conclude, logprobs_of
-from specdec.protocol.report import Delta, Event, Finished, Moved, Round, Started
+from specdec.protocol.report import Delta, Event, Finished, Round, Started
 from specdec.protocol.session import Session
-from specdec.protocol.states import DraftState
 from specdec.protocol.types import Proposer, Rule, TokenKind
-from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
 NETWORK_ROUNDS = 4  # of plain decoding, between two records of the draft's network time: only pings measure it then
-LOSS_COUNT_MAX = 3  # targets lost in a row that end a text
-ASK_AGAIN_S = 0.5  # before a target that failed a text, or refused it without naming a time, is asked again
 UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
 
 
-class Lost(Exception):
-    """The target failed this text, which goes on at another one; the message is the reason, `cause` a word for it.
-    `error`: what it is to the client where none is left."""
-
-    def __init__(self, reason: str, cause: str, error: type[SpecdecError] = ReplicaUnavailable) -> None:
-        super().__init__(reason)
-        self.cause, self.error = cause, error
-
-
-class Generation:
+class Generation(Placement):
     """One generation. `next_event()` has one caller; `close()` may be called at any time."""
 
     def __init__(
@@ -61,30 +47,13 @@ class Generation:
         reports_statistics: bool = False,
         target_wait_s: float = 0.0,
     ) -> None:
-        self._session = session
+        super().__init__(session, choice, fleet, request, target_wait_s)
         self._own_start = len(session.committed)  # before it are the client's words: prompt and resumed tokens
         self._output = output
-        self._target, self._draft = choice.target, choice.draft
-        self._has_heads = Proposer.HEADS in choice.proposers
-        self._key = choice.key
-        self._model = choice.model  # of the target that its last tokens come from
-        self._fleet = fleet
-        self._request = request
         self._reports_rounds, self._reports_statistics = reports_rounds, reports_statistics
-        self._target_wait_s = target_wait_s
-        self.began_s = time.monotonic()
-        self._loss_count = 0  # targets lost in a row, without an answered round between
-        # Targets that refused or failed it since the last answer: until when, and the losses of that connection's peer.
-        self._avoided: dict[Target, tuple[float, int]] = {}
-        self._left: set[Draft] = set()  # drafts that could not draft for it
-        self._is_moving = False  # the round in flight was sent to more than one target
-        self._lost: Lost | None = None  # why it seeks a target
-        self._target_timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
         self._times = RoundTimes(time.monotonic())  # of the round under way; `sent_s` is of the first time
         self._wait_began_s = 0.0  # 0: it does not wait
         self._wait_timer: asyncio.TimerHandle | None = None
-        self.names = {"trace_id": request.context.trace_id.hex(), "session": session.number}  # in logs
         self._undelivered: deque[Event | SpecdecError] = deque([started])
         self._reader: asyncio.Future[None] | None = None
 
@@ -95,10 +64,7 @@ class Generation:
             self._step(events.End())
             self._finish(ending)
             return
-        self._fleet.movers[self] = None
-        self._target.attach(self._session.number, self)
-        self._step(events.TargetFound())
-        self._attach_draft(is_late=False)
+        self._attach()
 
     def record(self, recorder: Recorder, deltas: Sequence[Delta]) -> None:
         """Records the text: prompt and resumed tokens, and these deltas."""
@@ -110,10 +76,12 @@ class Generation:
     def close(self) -> None:
         """Stops all work for this generation; idempotent."""
         self._step(events.End())
+        self._stop_timer()
         self._leave_fleet()
-        for peer in (self._target, self._draft):
-            if peer is not None:
-                peer.detach(self._session.number)
+
+    @property
+    def _output_count(self) -> int:
+        return self._output.count
 
     async def next_event(self) -> Event:
         """Returns started, then deltas, then finished, each once. Raises the error that ended the generation."""
@@ -131,6 +99,9 @@ class Generation:
         if session.finished:
             return
         self._count_received(event, byte_count)
+        if isinstance(event, events.DraftStops):
+            self._on_draft_changed(event)
+            return
         asked, appended = session.in_flight, None
         try:
             if isinstance(event, events.TargetLost):
@@ -154,10 +125,10 @@ class Generation:
                 self._on_draft_changed(event)
             return
         rounds = (Round.of(record, asked, event.verdict.accepted),) if self._reports_rounds else ()
-        self._emit(self._delta(event, record, appended.texts, rounds))
         is_moved = self._is_moving
         if self._loss_count or is_moved:
-            self._on_answered()
+            self._on_answered(self._output.count - len(event.token_ids))
+        self._emit(self._delta(event, record, appended.texts, rounds))
         if appended.ending is not None:
             self._finish(appended.ending)
         elif not is_moved:  # the time of a move is no measurement of a plan
@@ -277,164 +248,6 @@ class Generation:
         """Taking an event failed: this generation ends, the others continue."""
         cause = "the coordinator failed at this generation, and its log contains the cause"
         self._fail(SpecdecError(f"{cause}; {self._how_to_resume()}"))
-
-    def _on_failure(self, failure: Failure) -> None:
-        """A failure of the target's current session. Raises Lost if another target may do better, and what it is to the
-        client if none can."""
-        if failure.incarnation != self._session.target_incarnation:
-            return
-        error = error_from_failure(failure)
-        if isinstance(error, (ReplicaUnavailable, CacheExhausted)):
-            self._on_refused(error)
-            return
-        if type(error) is SpecdecError:  # the text of an exception is for the log
-            get_logger().error("the target failed", **self.names, error=str(error))
-            raise Lost("the target failed at this generation, and its log contains the cause", "failed", SpecdecError)
-        raise NumericsError(f"{error}; {self._how_to_resume()}") if isinstance(error, NumericsError) else error
-
-    def _on_refused(self, error: ReplicaUnavailable | CacheExhausted) -> None:
-        """The target takes no more sessions, or has no room: the next one is asked. Raises the refusal of a new text
-        that REFUSAL_COUNT_MAX targets refused; a text under way waits then."""
-        self._avoid_target(error.retry_after_s or ASK_AGAIN_S)
-        is_new, other = not self._output.count, self._next_target()
-        if is_new and (other is None or not self._fleet.may_retry(len(self._avoided))):
-            raise error
-        if other is None and not self._target_wait_s:
-            raise type(error)(f"{error}; {self._how_to_resume()}", error.retry_after_s)
-        self._move(Lost(f"the target refused it: {error}", "refused"))
-
-    def _on_loss(self, lost: Lost, is_link_lost: bool) -> None:
-        """The target is lost to this text. The third loss in a row ends it, since it may be the cause, and so does a
-        failure of the only target."""
-        self._loss_count += 1
-        if not is_link_lost:
-            self._target.health.fault(time.monotonic())
-        others = any(peer is not self._target for peer in self._fleet.targets.peers)
-        is_last = self._loss_count >= LOSS_COUNT_MAX or not (others or is_link_lost and self._target_wait_s)
-        if is_last:
-            self._fail(lost.error(f"{lost}; {self._how_to_resume()}"))
-            return
-        if not is_link_lost:
-            self._avoid_target(ASK_AGAIN_S)
-        self._move(lost)
-
-    def _avoid_target(self, for_s: float) -> None:
-        """Asks other targets for a time, unless this one is connected anew meanwhile."""
-        self._avoided[self._target] = time.monotonic() + for_s, self._target.loss_count
-
-    def _move(self, lost: Lost) -> None:
-        """Leaves the target and seeks another one."""
-        session, old = self._session, self._target
-        self._lost = self._lost or lost
-        incarnation = session.target_incarnation
-        old.detach(session.number)
-        if old.link.is_up:
-            old.send(Close(session.number, incarnation))
-        self._is_moving = True
-        self._step(events.TargetLost(str(lost), lost.cause))
-        self._fleet.wait(self)
-        self.on_target_up()
-        if self in self._fleet.waiting and self._target_timer is None:
-            self._target_timer = self._loop.call_later(self._target_wait_s, self._on_no_target)
-
-    def _next_target(self) -> Target | None:
-        """Returns the target to go on at, if one is there now; texts that lost several go to a target one by one."""
-        now_s, fleet = time.monotonic(), self._fleet
-        avoided = {
-            one for one, (until_s, count) in self._avoided.items() if until_s > now_s and count == one.loss_count
-        }
-        if self._loss_count > 1:
-            avoided |= {target for target in fleet.targets.peers if target.suspect is not None}
-        return fleet.next_target(self._model, self._session.length_max, self._key, avoided)
-
-    def on_target_up(self) -> None:
-        """Goes on at another target, if one is there; it waits for one."""
-        session, fleet = self._session, self._fleet
-        target = self._next_target()
-        if target is None:
-            return
-        del fleet.waiting[self]
-        if self._target_timer is not None:
-            self._target_timer.cancel()
-            self._target_timer = None
-        if self._loss_count > 1:
-            target.suspect = self
-        model = target.usable()
-        self._request.on_moved(
-            target, str(self._lost), "" if self._lost is None else self._lost.cause, time.monotonic()
-        )
-        self._target, self._lost = target, None
-        session.asks_heads = self._has_heads
-        if model.numerics != self._model.numerics:
-            self._emit(Moved(self._output.count, model))
-        self._model = model
-        get_logger().info("generation moved", **self.names, peer=target.address)
-        target.attach(session.number, self)
-        self._step(events.TargetFound())
-
-    def _on_no_target(self) -> None:
-        """No target was there for too long."""
-        self._target_timer = None
-        reason = f"{self._lost}, and none was there for {self._target_wait_s:g} s"
-        self._fail(ReplicaUnavailable(f"{reason}; {self._how_to_resume()}"))
-
-    def _on_answered(self) -> None:
-        """A round was answered after losses: this text did not cause them."""
-        was_suspect = self._target.suspect is self
-        self._loss_count, self._is_moving = 0, False
-        self._avoided.clear()
-        if was_suspect:
-            self._target.suspect = None
-            self._loop.call_soon(self._fleet.place_waiting)
-
-    def _attach_draft(self, is_late: bool) -> None:
-        """Drafts with the draft, if it is usable now."""
-        draft = self._draft
-        if draft is not None:
-            draft.attach(self._session.number, self)
-            if draft.is_up:
-                self._step(events.DraftFound(is_late))
-
-    def _on_draft_changed(self, event: events.Event) -> None:
-        """After an event of the draft: if it is lost, stops, or cannot draft for this text, another one of its model
-        does."""
-        state, draft = self._session.draft_state, self._draft
-        if draft is None or self._session.finished:
-            return
-        if state is DraftState.PAUSED:
-            self._left.add(draft)
-            if self._session.malformed_node_count:
-                draft.health.fault(time.monotonic())
-        elif not isinstance(event, (events.DraftLost, events.DraftStops)):
-            return
-        self.on_draft_up()
-
-    def on_draft_up(self, found: Draft | None = None) -> None:
-        """Changes to another draft, if this one is of no use and another is usable; `found` was connected again."""
-        if found is not None:
-            self._left.discard(found)
-        session, draft = self._session, self._draft
-        if draft is None or session.finished or session.has_draft and draft.is_up:
-            return
-        other = self._fleet.next_draft(draft, session.params.rule, self._left)
-        if other is None:
-            return
-        if session.has_draft:
-            draft.send(Close(session.number, session.draft_incarnation))
-            self._step(events.DraftLost())
-        draft.detach(session.number)
-        self._draft = other
-        if other is not draft:
-            cause = "refused" if draft in self._left else "lost" if draft.description is None else "stopped"
-            self._request.on_draft_changed(other, cause)
-        self._attach_draft(is_late=True)
-
-    def _leave_fleet(self) -> None:
-        self._stop_timer()
-        self._fleet.movers.pop(self, None)
-        self._fleet.waiting.pop(self, None)
-        if self._target_timer is not None:
-            self._target_timer.cancel()
 
     def _fail(self, error: SpecdecError) -> None:
         self._request.failed(error)

@@ -112,7 +112,7 @@ def pool_metrics(metrics: CoordinatorMetrics, fleet: Fleet) -> Iterator[Metric]:
     help = "Texts that left a draft for another one, by the cause."
     yield counter("specdec_draft_changes", help, _by(metrics.draft_changes), None, "reason")
     help = (
-        "Choices of a target: home, the first one by the key of the prompt; spill, another one as that had no room; "
+        "Choices of a target: home, the first one by the key of the prompt; spill, another one as that had no space; "
         "random, without a key."
     )
     yield counter("specdec_routes", help, _by(fleet.routes), None, "choice")

@@ -10,24 +10,19 @@ for too long is told that its target is lost (`Deadlines`).
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 from specdec.config import TlsSettings
-from specdec.coordinator.deadlines import OVERDUE, TICK_S, Deadlines
 from specdec.coordinator.discovery import Member
 from specdec.coordinator.ejection import Health
 from specdec.errors import InvalidRequest, Mismatch, ReplicaUnavailable, SpecdecError
-from specdec.policy.acceptance import Acceptance
-from specdec.policy.draft_time import DraftTimes
 from specdec.policy.goodput import Goodput
-from specdec.policy.steps import StepTimes
-from specdec.protocol.events import DraftLost, DraftStops, Event, FromDraft, FromTarget, TargetLost
-from specdec.protocol.items import NO_TRACE, Nodes, Verification, VerificationResult, is_farewell
-from specdec.protocol.routing import SESSION_LOAD_GUESS
+from specdec.protocol.events import Event
+from specdec.protocol.items import NO_TRACE, is_farewell
+from specdec.protocol.routing import FULL, SESSION_LOAD_GUESS
 from specdec.protocol.types import PROTOCOL_VERSION, Description, Rule
 from specdec.rpc.client import open_channel
 from specdec.rpc.convert import description_from_message
@@ -35,8 +30,6 @@ from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.limits import STREAM_RESPONSE_BYTES_MAX
 from specdec.rpc.link import CLOSED, HEALTHY_S, Link
 from specdec.telemetry.logs import get_logger
-from specdec.v1 import draft_service_pb2 as draft_pb
-from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 
 DESCRIBE_TIMEOUT_S = 5.0
@@ -96,6 +89,7 @@ class Peer(ABC):
         self._fingerprint = fingerprint
         self._changed = changed
         self._listeners: dict[int, Listener] = {}
+        self._refused_at = -1  # number of the load's report
         self._opened = (0, 0)  # number of the load's report, and of the sessions opened since
         self._tasks: tuple[asyncio.Task[None], ...] = ()  # of this connection
         self.link = Link(
@@ -132,9 +126,15 @@ class Peer(ABC):
     def load(self) -> float:
         """The share of it that is taken, 1 if no further session fits: by its last report, with the sessions that this
         coordinator opened since."""
+        if self._refused_at == self.link.load_count:
+            return FULL
         report_count, opened_count = self._opened
         since_count = opened_count if report_count == self.link.load_count else 0
         return self.reported_load + since_count * self.session_load
+
+    def refused_one(self) -> None:
+        """It refused a session: it counts as full until its next report."""
+        self._refused_at = self.link.load_count
 
     @property
     def reported_load(self) -> float:
@@ -288,144 +288,3 @@ class Peer(ABC):
         if reason != CLOSED and time.monotonic() - self._up_s < HEALTHY_S:
             self.health.fault(time.monotonic())
         self._changed(self)
-
-
-class Target(Peer):
-    """A target. `steps`: its step times by rows, of each rule."""
-
-    name, service, stream_method = "target", "specdec.v1.TargetService", "Verify"
-    request, response = target_pb.VerifyRequest, target_pb.VerifyResponse
-
-    def __init__(
-        self, member: Member, tls: TlsSettings, fingerprint: str, changed: Callable[[Peer], None], health: Health
-    ) -> None:
-        super().__init__(member, tls, fingerprint, changed, health)
-        self.suspect: Listener | None = None  # a text that lost several targets, until it is answered here
-        self._deadlines = Deadlines()
-
-    def detach(self, session: int) -> None:
-        if self.suspect is not None and self.suspect is self._listeners.get(session):
-            self.suspect = None
-        self._deadlines.forget(session)
-        super().detach(session)
-
-    def send(self, item: Any) -> int:
-        if isinstance(item, Verification) and self.link.is_up:
-            self._deadlines.sent(item)
-        return super().send(item)
-
-    def _on_up(self) -> None:
-        super()._on_up()
-        self._deadlines = Deadlines()
-        self._tasks = (*self._tasks, asyncio.create_task(self._watch()))
-
-    def _measure_anew(self) -> None:
-        super()._measure_anew()
-        self.steps = {rule: StepTimes() for rule in Rule}
-
-    def _key_of(self, description: Description) -> ModelKey:
-        return description.model_digest, *description.numerics
-
-    def measure_with(self, other: Target | None) -> None:
-        assert self.description is not None
-        step_times, head_times = self.description.step_times, self.description.head_times
-        if step_times:
-            row_count, step_s = step_times[-1]
-            self._deadlines.token_s = step_s / row_count
-        if other is not None:
-            self.steps, self.goodputs = other.steps, other.goodputs
-            return
-        for steps in self.steps.values():
-            steps.prime(step_times, head_times)
-
-    async def _watch(self) -> None:
-        """Tells the generations whose verifications are overdue that the target is lost to them."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            for session, reason in self._deadlines.tick().items():
-                self._deadlines.forget(session)
-                if (listener := self._listeners.get(session)) is not None:
-                    self._tell(listener, TargetLost(reason, OVERDUE))
-                get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
-
-    def _event_of(self, item: Any) -> Event:
-        if isinstance(item, VerificationResult):
-            self._deadlines.answered(item)
-        return FromTarget(item)
-
-    def _on_down(self, reason: str) -> None:
-        super()._on_down(reason)
-        self._tell_all(TargetLost("the target was lost"))
-
-
-class Draft(Peer):
-    """A draft. `times`: of its steps and its link, by rule; `acceptance`: of its tokens, by rule."""
-
-    name, service, stream_method = "draft", "specdec.v1.DraftService", "Draft"
-    request, response = draft_pb.DraftRequest, draft_pb.DraftResponse
-
-    def __init__(
-        self,
-        member: Member,
-        tls: TlsSettings,
-        fingerprint: str,
-        changed: Callable[[Peer], None],
-        health: Health,
-        link_mbit: float | None = None,
-    ) -> None:
-        self._link_bytes_per_s = math.inf if link_mbit is None else link_mbit * 1e6 / 8
-        super().__init__(member, tls, fingerprint, changed, health)
-
-    def _measure_anew(self) -> None:
-        super()._measure_anew()
-        self.times = {rule: DraftTimes(self._link_bytes_per_s) for rule in Rule}
-        self.acceptance = {rule: Acceptance() for rule in Rule}
-
-    def _key_of(self, description: Description) -> ModelKey:
-        return (description.model_digest,)
-
-    def measure_with(self, other: Draft | None) -> None:
-        assert self.description is not None
-        if other is not None:
-            self.times, self.acceptance, self.goodputs = other.times, other.acceptance, other.goodputs
-            return
-        for times in self.times.values():
-            times.prime(self.description.step_times)
-        for acceptance in self.acceptance.values():
-            acceptance.forget()
-
-    def _on_stopping(self) -> None:
-        super()._on_stopping()
-        self._tell_all(DraftStops())
-
-    def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
-        check_node_count(sum(len(message.nodes.nodes) for message in messages))
-        super()._on_items(messages, byte_count)
-
-    def _event_of(self, item: Any) -> Event:
-        return FromDraft(item)
-
-    def _on_down(self, reason: str) -> None:
-        super()._on_down(reason)
-        self._tell_all(DraftLost())
-
-    def measure_step(self, nodes: Nodes, rule: Rule, byte_count: int) -> None:
-        """Records a step's nodes for one session, if the draft timed it, and the bytes that brought them."""
-        if nodes.step_us:
-            evaluated_count = sum(node.proposal for node in nodes.nodes)
-            if evaluated_count:
-                self.times[rule].on_bytes(byte_count / evaluated_count)
-            self.times[rule].on_step(nodes.step_rows, nodes.step_us / 1e6, nodes.active_sessions)
-            self.measure_network()
-
-    def wait_s(self, rule: Rule) -> float:
-        """Returns the seconds to a draft token of one more session: the network round trip and a step."""
-        session_count = 0 if self.link.load is None else self.link.load[0]
-        return (self.network_s or 0.0) + self.times[rule].nodes_s(1 + session_count)
-
-    def measure_network(self) -> None:
-        """Records the network round trip of the last exchange; pings measure it while nothing is drafted."""
-        network_s = self.network_s
-        if network_s is not None and math.isfinite(network_s):
-            for times in self.times.values():
-                times.on_network(network_s)

@@ -228,7 +228,7 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
     set_startup_objects_aside()
     fleet.start()
     following = asyncio.create_task(_follow_health(fleet, server, changed))
-    announcing = asyncio.create_task(_announce(fleet, lambda: on_ready(address)))
+    announcing = asyncio.create_task(_announce(fleet, bool(settings.draft), lambda: on_ready(address)))
     with ProcessWatch(asyncio.get_running_loop()):
         try:
             await until_stop_requested()
@@ -251,12 +251,12 @@ async def _follow_health(fleet: Fleet, server: Server, changed: asyncio.Event) -
         await server.set_serving(bool(fleet.targets.up()))
 
 
-async def _announce(fleet: Fleet, on_ready: Callable[[], None]) -> None:
+async def _announce(fleet: Fleet, has_drafts: bool, on_ready: Callable[[], None]) -> None:
     """Calls `on_ready` once a target is connected, and a draft too if it connects within DRAFT_GRACE_S."""
     while not fleet.targets.up():
         await asyncio.sleep(READY_POLL_S)
     for _ in range(round(DRAFT_GRACE_S / READY_POLL_S)):
-        if not fleet.drafts.peers or fleet.drafts.up():
+        if not has_drafts or fleet.drafts.up():
             break
         await asyncio.sleep(READY_POLL_S)
     on_ready()

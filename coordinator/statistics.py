@@ -11,7 +11,7 @@ import threading
 
 from specdec.coordinator.deadlines import OVERDUE
 from specdec.coordinator.fleet import Choice
-from specdec.coordinator.peers import Draft, Target
+from specdec.coordinator.replicas import Draft, Target
 from specdec.errors import SpecdecError
 from specdec.protocol.events import Event, FromDraft, Ready, WaitExpired
 from specdec.protocol.items import DraftItem, Failure, Nodes, Open, TargetItem, Trace, within

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.coordinator.fleet import Choice
-from specdec.coordinator.peers import Draft, Target
+from specdec.coordinator.replicas import Draft, Target
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.trace_rounds import (
     SLOW_ROUND_COUNT_MAX,

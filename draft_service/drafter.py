@@ -41,6 +41,8 @@ TREE_CELLS = 64  # beyond the committed tokens, for branches: a path's own cells
 DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crowd out the rounds they serve
 
 DraftFeed: TypeAlias = Feed[list[ProposalRequest], list[Proposal]]
+PACED_SESSIONS_MIN = 8  # fewer are never too many: a machine that is slow for a moment refuses none
+NEVER = 0.0  # seconds after which a retry may succeed: waiting does not help
 
 
 class Drafter:
@@ -50,7 +52,7 @@ class Drafter:
     for ABANDONED_S give theirs, the idlest first; if there are none, it gives all its blocks to others, and waits
     without drafts until a commit finds enough for all its tokens. If no block is free, or any session waits, a tree
     grows within the blocks that its session has. Above its capacity new sessions are refused: while one waits, where
-    the prompt does not fit, or while the steps are late for the rounds (`Pace`).
+    the prompt does not fit, or while the steps are late for the rounds of many (`Pace`).
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Drafter:
         since_s = now_s - ABANDONED_S
         if waiting_count := sum(one.active_s > since_s for one in self._waiting):
             raise CacheExhausted(f"{waiting_count} sessions of the draft wait for cache blocks")
-        if self._pace.share(now_s) >= 1:
+        if len(self._sessions) > PACED_SESSIONS_MIN and self._pace.share(now_s) >= 1:
             raise CacheExhausted("the draft's steps are late for the rounds of the sessions it has")
         cache = self._engine.cache
         needed_count = cache.blocks_for(item.params.prompt_length)
@@ -106,11 +108,12 @@ class Drafter:
         positions_max = self.description.positions_max
         if item.params.prompt_length >= positions_max:
             raise CacheExhausted(
-                f"the prompt has {item.params.prompt_length} tokens, the draft {positions_max} positions"
+                f"the prompt has {item.params.prompt_length} tokens, the draft {positions_max} positions", NEVER
             )
         if self._cell_count(item) > self._engine.cache.position_count:
             raise CacheExhausted(
-                f"the session needs {self._cell_count(item)} cells, the draft has {self._engine.cache.position_count}"
+                f"the session needs {self._cell_count(item)} cells, the draft has {self._engine.cache.position_count}",
+                NEVER,
             )
         check_params_tokens(item.params, item.vocabulary_size)
 

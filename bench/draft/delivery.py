@@ -15,7 +15,7 @@ from typing import Any
 from bench.draft.reader import Reader
 from bench.event_loop import new_event_loop
 from specdec.config import DraftSettings, TlsSettings
-from specdec.coordinator.peers import Draft
+from specdec.coordinator.replicas import Draft
 from specdec.errors import SpecdecError
 from specdec.launch.children import start
 from specdec.protocol.items import DraftItem, Nodes

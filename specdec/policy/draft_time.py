@@ -59,7 +59,7 @@ class DraftTimes:
         return max(self._steps.seconds(nodes) or STEP_GUESS_S, link_s)
 
     def nodes_s(self, node_count: int) -> float:
-        """Seconds of a step of so many nodes, of all sessions."""
+        """Seconds of a step of `node_count` nodes of all sessions."""
         return self._steps.seconds(node_count) or STEP_GUESS_S
 
     def trip_s(self, plan: Plan, load: float) -> float:

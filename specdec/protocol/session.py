@@ -17,7 +17,6 @@ from specdec.protocol.events import (
     Concluded,
     DraftFound,
     DraftLost,
-    DraftStops,
     End,
     Event,
     FromDraft,
@@ -299,9 +298,6 @@ class Session:
         ready = Ready(note=Note("draft lost"))
         return self._verify_when_ready(ready) if self.waiting else ready
 
-    def _on_draft_stops(self, _event: DraftStops) -> Ready:
-        return NOTHING_READY
-
     def _on_draft_missing(self, missing: MissingTokens) -> Ready:
         """The draft holds fewer tokens than assumed: sends the rest, or opens the session there again; once a commit,
         so that a draft gets no more than it is sent anyway. What it lacks then, it says at the next commit. One that
@@ -398,7 +394,6 @@ HANDLERS = {
     Concluded: "_on_concluded",
     DraftFound: "_on_draft_found",
     DraftLost: "_on_draft_lost",
-    DraftStops: "_on_draft_stops",
     FromDraft: "_on_draft_item",
     WaitExpired: "_on_wait_expired",
     End: "_on_end",

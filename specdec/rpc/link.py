@@ -86,6 +86,7 @@ class Link:
         self._on_up, self._on_items, self._on_down = on_up, on_items, on_down
         self._queue: list[bytes] = []
         self._wake = asyncio.Event()
+        self.heard_s = 0.0  # when the last message came, by the monotonic clock
         self._silent_ticks = 0
         self._idle_ticks = 0
 
@@ -185,7 +186,7 @@ class Link:
                 if is_lost.done():
                     continue
                 await rate.admit()
-                self._silent_ticks = 0
+                self._silent_ticks, self.heard_s = 0, time.monotonic()
                 self.bytes_received += len(data)
                 try:
                     self._take(data)

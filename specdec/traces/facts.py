@@ -14,6 +14,8 @@ EACH_MAX = 3  # events of one name with a sentence each; more are counted in one
 WAIT_MS_MIN = 100.0  # before the first token: shorter waits are not told
 LAST_S = 0.01  # a draft that returns so shortly before the end was not used again
 SENTENCES = {
+    "moved": "moved to {peer}: {reason}",
+    "draft changed": "drafted by {peer} from here on, as the draft was {reason}",
     "policy switched": "speculation {switched} from round {round}: {why}",
     "preempted by the target": "preempted by the target, times: {times}",
     "draft refused": "the draft refused the session: {reason}",

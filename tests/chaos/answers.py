@@ -18,7 +18,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from specdec.coordinator.peers import Draft, Target, check_node_count
+from specdec.coordinator.peers import check_node_count
+from specdec.coordinator.replicas import Draft, Target
 from specdec.errors import SpecdecError
 from specdec.launch.children import Child, start
 from specdec.protocol.items import Failure

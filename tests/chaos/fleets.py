@@ -20,7 +20,7 @@ from tests.chaos.processes import Link, Restartable
 from tests.support.services import Client, Outcome
 from tests.support.waiting import until
 
-PATIENCE_S = 60.0  # for replicas that start on a machine that others use
+PATIENCE_S = 180.0  # for replicas that start, and tokens, on a machine that others use
 STREAM_TIMEOUT_S = 300.0
 
 
@@ -63,7 +63,7 @@ class Fleet:
         self.wait_counts(len(self.targets), len(self.drafts))
 
     def wait_counts(self, target_count: int, draft_count: int) -> None:
-        """Returns once every coordinator uses so many. Raises TimeoutError."""
+        """Returns once every coordinator uses this number. Raises TimeoutError."""
         for client in self.clients:
             until(lambda client=client: self.counts(client) == (target_count, draft_count), PATIENCE_S)
 
@@ -151,10 +151,19 @@ class Stream:
 
 
 def wait_under_way(streams: Sequence[Stream], token_count: int) -> None:
-    """Returns once each has so many tokens. Fails when one has ended."""
+    """Returns once each has that number of tokens. Fails when one has ended."""
 
     def are_running() -> bool:
         assert not any(stream.has_ended for stream in streams), "a text ended too soon for this test"
         return all(len(stream.outcome.token_ids) >= token_count for stream in streams)
 
     until(are_running, PATIENCE_S)
+
+
+def wait_longer(streams: Sequence[Stream], token_count: int) -> None:
+    """Returns once each has so many tokens more, or has ended."""
+    goals = [len(stream.outcome.token_ids) + token_count for stream in streams]
+    until(
+        lambda: all(one.has_ended or len(one.outcome.token_ids) >= goal for one, goal in zip(streams, goals)),
+        PATIENCE_S,
+    )

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -226,16 +227,14 @@ class Readers:
                 self.wrong.append(f"{text}: {reading.content} is not {expected}")
 
 
-def references_of(address: str, texts: Sequence[Text]) -> dict[Text, Content]:
-    """Each text, undisturbed and without speculation."""
-    found = {}
-    with open_channel(address) as channel:
+def references_of(address: str, texts: Sequence[Text], width: int = 1) -> dict[Text, Content]:
+    """Each text, undisturbed and without speculation; `width` are read at a time."""
+    with open_channel(address) as channel, ThreadPoolExecutor(width) as pool:
         stub = pb_grpc.CoordinatorServiceStub(channel)
-        for text in texts:
-            reading = read(stub, text, {"enabled": False})
-            assert reading.is_complete, f"no reference: {reading.errors}"
-            found[text] = reading.content
-    return found
+        readings = list(pool.map(lambda text: read(stub, text, {"enabled": False}), texts))
+    for reading in readings:
+        assert reading.is_complete, f"no reference: {reading.errors}"
+    return {text: reading.content for text, reading in zip(texts, readings)}
 
 
 def send_burst(address: str, texts: list[Text], speculative: Sequence[Mapping[str, Any]] = ({},)) -> None:

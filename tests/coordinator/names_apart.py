@@ -150,9 +150,9 @@ async def main(folder: Path, silence_s: float) -> None:
         gaps = asyncio.create_task(world.follow_gaps())
         await steps(world, silence_s)
         gaps.cancel()
+    print(ENDING, time.monotonic(), flush=True)  # then the event loop and the interpreter end
 
 
 if __name__ == "__main__":
     assert socket.getaddrinfo("localhost", 1)  # from /etc/hosts, without a question
     asyncio.run(main(Path(sys.argv[1]), float(sys.argv[2])))
-    print(ENDING, time.monotonic(), flush=True)

@@ -21,7 +21,7 @@ from specdec.coordinator.ejection import (
 
 
 def pool_of(count: int) -> tuple[PoolHealth, list[Health]]:
-    """A pool with so many replicas."""
+    """A pool of this number of replicas."""
     pool = PoolHealth()
     return pool, [pool.add() for _ in range(count)]
 
@@ -68,7 +68,7 @@ def test_ejections_last_longer_each_time_up_to_a_bound_and_are_forgiven() -> Non
 
 def test_a_replica_much_slower_than_the_others_is_ejected() -> None:
     """Claim: a median of ROUND_COUNT rounds above SLOW_FACTOR times the others' median ejects, also in a pool of two;
-    at the factor, before so many rounds, or by a few long pauses it does not; nor where the others were not measured
+    at the factor, after fewer, or by a few long pauses it does not; nor where the others were not measured
     within ROUNDS_KEPT_S.
 
     Conclusive: the same rounds are given with each condition on either side of its bound.

@@ -22,7 +22,8 @@ from specdec.coordinator.discovery import Member
 from specdec.coordinator.ejection import PoolHealth
 from specdec.coordinator.fleet import Choice, Fleet
 from specdec.coordinator.generation import Generation
-from specdec.coordinator.peers import NODES_PER_MESSAGE_MAX, Draft, Peer, Target
+from specdec.coordinator.peers import NODES_PER_MESSAGE_MAX, Peer
+from specdec.coordinator.replicas import Draft, Target
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.policy.fixed_policy import FixedPolicy

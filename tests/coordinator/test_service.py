@@ -99,7 +99,7 @@ async def test_a_merged_delta_leaves_in_several_messages(
     finished = Finished(FinishReason.LENGTH, "", None, 1, count, Statistics(), "")
 
     async def admit(*_arguments):
-        return Ready(merged, finished), None
+        return Ready(merged, finished), None, TARGET
 
     monkeypatch.setattr(coordinator, "_admit", admit)
     messages = [message async for message in coordinator.generate(pb.GenerateRequest(), Call())]

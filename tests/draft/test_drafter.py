@@ -477,14 +477,17 @@ def test_sessions_that_fill_the_cache_never_keep_each_other_from_drafting(model_
     assert draft.trees[session].root.proposal is not None and not draft.failures
 
 
-def test_above_its_capacity_a_draft_refuses_new_sessions_and_keeps_those_it_has(model_folder: Path) -> None:
+def test_above_its_capacity_a_draft_refuses_new_sessions_and_keeps_those_it_has(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Claim: a new session is refused, by name and with a delay, where its prompt does not fit beside the others,
-    while a session waits for blocks, and while the steps are late for the rounds; blocks of sessions left alone count
-    as free. A session that is open goes on, and is opened again, meanwhile; afterwards new ones are taken.
+    while a session waits for blocks, and while the steps are late for the rounds of more than PACED_SESSIONS_MIN, here
+    one; blocks of sessions left alone count as free. A session that is open goes on, and is opened again, meanwhile; afterwards new ones are taken.
 
-    Source: issue "a fleet": above its capacity a draft refuses. Conclusive: the same opening on both sides of each
+    Requirement: "above its capacity it refuses". Conclusive: the same opening on both sides of each
     limit, and load 1 where it is refused for time.
     """
+    monkeypatch.setattr(drafter, "PACED_SESSIONS_MIN", 1)
     each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
     draft = Draft(model_folder, 1 + each)
 

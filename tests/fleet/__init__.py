@@ -1,1 +1,1 @@
-"""A fleet on discrete events: the product's routing, without processes (`python -m tests.fleet`)."""
+"""Fleets: routing on discrete events (`python -m tests.fleet`), moves of texts between real processes."""

@@ -16,7 +16,7 @@ import pytest
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from tests.chaos.clients import retry_after_s
-from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_under_way
+from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_longer, wait_under_way
 from tests.chaos.tables import REPLICA, VOCABULARY_SIZE
 from tests.chaos.texts import longest_gap_s
 from tests.support.services import Client, fixed
@@ -175,6 +175,23 @@ def test_all_targets_restart(whole: Fleet, expected: list[tuple[Any, ...]]) -> N
         assert begun + rest == expected[seed][0]
 
 
+def test_targets_that_are_lost_together_end_no_text(whole: Fleet, expected: list[tuple[Any, ...]]) -> None:
+    """Claim: a network that fails for a moment, to all targets at once, three times, ends no text: the third loss in a
+    row is that of a target which was there.
+
+    Conclusive: every link is dropped, so each text loses every target within milliseconds, and has been answered
+    before the next time; both coordinators serve.
+    """
+    streams = begin(whole.clients[0]) + begin(whole.clients[1])
+    wait_under_way(streams, MEANWHILE)
+    for _ in range(3):
+        for target in whole.targets:
+            target.link.drop()
+        wait_longer(streams, MEANWHILE)
+    check(streams, 2 * expected)
+    assert min(stream.statistics.num_target_changes for stream in streams) >= 3
+
+
 @pytest.mark.parametrize(
     "how", ["killed", *(pytest.param(how, marks=pytest.mark.more) for how in ("frozen", "cut", "stopped"))]
 )
@@ -194,7 +211,7 @@ def test_a_text_changes_drafts(how: str, whole: Fleet, expected: list[tuple[Any,
     assert not moved_count(streams)
 
 
-def test_texts_under_way_wait_for_room(model: Path) -> None:
+def test_texts_under_way_wait_for_space(model: Path) -> None:
     """Claim: a target whose places are taken refuses a text, which another one then serves; with all places taken a new
     text is refused, with a delay, and one under way whose target dies waits for a place and ends as undisturbed.
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 from specdec.protocol.prefix_digests import chain_digests, root_digest
 from specdec.protocol.routing import BLOCK_SIZE
 
-SYSTEM_PROMPT_COUNT, SYSTEM_TOKENS = 40, (250, 2000)  # used by Zipf's law
+SYSTEM_PROMPT_COUNT, SYSTEM_TOKENS = 40, (250, 2000)  # used by Zipf's distribution
 MESSAGE_TOKENS, ANSWER_TOKENS, TURNS = (20, 250), (30, 250), (1, 9)  # least and most, each as likely
 TURNS_MEAN = sum(TURNS) / 2
 EDITED_SHARE = 0.05  # of the turns: the last message is written anew

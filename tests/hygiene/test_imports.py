@@ -24,6 +24,7 @@ EDGES_OF_THE_WIRE = frozenset(
     {
         "specdec.coordinator.service",
         "specdec.coordinator.peers",
+        "specdec.coordinator.replicas",
         "specdec.draft_service.service",
         "specdec.target_service.service",
         "specdec.replica.app",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-COMMAND_TIMEOUT_S = 400
+COMMAND_TIMEOUT_S = 900  # for each of several services to start
 SPECDEC_RAY = ("-m", "specdec.cli", "ray")
 
 

@@ -67,7 +67,7 @@ def everyone(models: tuple[Path, Path]) -> dict[str, set[int]]:
 
 @contextlib.contextmanager
 def texts(clients: list[Client], expected: list[int], **asked: Any) -> Iterator[list[Outcome]]:
-    """Two texts at a time of each client, without a pause, until the end; none may fail or differ."""
+    """One text after the other of each client, without a pause, until the end; none may fail or differ."""
     outcomes: list[Outcome] = []
     is_over = threading.Event()
 
@@ -75,8 +75,8 @@ def texts(clients: list[Client], expected: list[int], **asked: Any) -> Iterator[
         while not is_over.is_set():
             outcomes.append(client.generate(timeout_s=PATIENCE_S, **asked))
 
-    with ThreadPoolExecutor(2 * len(clients)) as pool:
-        running = [pool.submit(generate, client) for client in clients * 2]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        running = [pool.submit(generate, client) for client in clients]
         try:
             yield outcomes
         finally:

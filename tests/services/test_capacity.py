@@ -133,8 +133,8 @@ async def test_old_texts_go_first_whichever_coordinator_they_come_from(target: t
     that came first: two may be in a run, for which an older one waits. New texts are refused with a delay while any
     waits, and served afterwards.
 
-    Source: issue "a fleet", blocks by age. Conclusive: eight texts begin with forty blocks of 36, so one waits from the start;
-    by the order of arrival the oldest would be the last two.
+    Requirement: "a text under way waits for blocks; new ones are refused". Conclusive: eight texts begin with forty
+    blocks of 36, so one waits from the start; by the order of arrival the oldest would be the last two.
     """
     address, _ = target
     async with Coordinator(address).linked() as first, Coordinator(address).linked() as second:

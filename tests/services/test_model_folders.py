@@ -48,23 +48,22 @@ def said(commands: list[list[str]]) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(
     "commands",
     [
-        [
-            "target --port 0 --model {}",
-            "draft --port 0 --model {}",
-            "coordinator --port 0 --target 127.0.0.1:1 --tokenizer {}",
-        ],
+        {"value": "target --port 0 --model {}", "pointer": "coordinator --port 0 --target 127.0.0.1:1 --tokenizer {}"},
         pytest.param(
-            [
-                "target --port 0 --tensor-parallel-size 2 --model {}",
-                "serve --port 0 --draft-model none --model {}",
-                "distill --tokens 10 --target {0} --out {0}/out",
-            ],
+            {"names": "draft --port 0 --model {}", "pointer": "distill --tokens 10 --target {0} --out {0}/out"},
+            marks=pytest.mark.more,
+        ),
+        pytest.param(
+            {
+                "value": "target --port 0 --tensor-parallel-size 2 --model {}",
+                "names": "serve --port 0 --draft-model none --model {}",
+            },
             marks=pytest.mark.more,
         ),
     ],
-    ids=["services", "others"],
+    ids=["target and coordinator", "draft and distill", "ranks and serve"],
 )
-def test_a_wrong_folder_ends_a_command_with_one_line(commands: list[str], tmp_path: Path) -> None:
+def test_a_wrong_folder_ends_a_command_with_one_line(commands: dict[str, str], tmp_path: Path) -> None:
     """Claim: every command that opens a folder ends with exit code 1 and exactly one line: file, field, value, cause.
 
     Conclusive: each has a fault of another kind, in a value, the weights' names, and a file; nothing else is written.
@@ -75,15 +74,15 @@ def test_a_wrong_folder_ends_a_command_with_one_line(commands: list[str], tmp_pa
     save_file({f"_orig_mod.{name}": own for name, own in weights.items()}, names / "model.safetensors")
     pointer = copy_of("draft", tmp_path / "pointer")
     (pointer / "tokenizer.json").write_text(LFS_POINTER, encoding="utf-8")
-    found = said([command.format(folder).split() for command, folder in zip(commands, (value, names, pointer))])
-    causes = (
-        f'{value}/config.json: rms_norm_eps is "1e-6"; it must be a number',
-        f"{names}: the weights lack model.embed_tokens.weight; they have _orig_mod.",
-        f"{pointer}/tokenizer.json is a pointer of Git LFS",
-    )
-    for (code, output, errors), cause in zip(found, causes):
+    causes = {
+        "value": f'{value}/config.json: rms_norm_eps is "1e-6"; it must be a number',
+        "names": f"{names}: the weights lack model.embed_tokens.weight; they have _orig_mod.",
+        "pointer": f"{pointer}/tokenizer.json is a pointer of Git LFS",
+    }
+    found = said([command.format(tmp_path / fault).split() for fault, command in commands.items()])
+    for fault, (code, output, errors) in zip(commands, found, strict=True):
         assert (code, output) == (1, "")
-        assert errors.startswith(f"specdec: {cause}") and errors.count("\n") == 1 and errors.endswith("\n")
+        assert errors.startswith(f"specdec: {causes[fault]}") and errors.count("\n") == 1 and errors.endswith("\n")
 
 
 @pytest.fixture(scope="module")

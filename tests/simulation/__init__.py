@@ -23,8 +23,8 @@ Checks after every event (world.py, watched.py, moves.py, ledger.py):
 - `Session.check`, `ReceivedTree.check`, `KVCache.check_integrity`; a cache holds exactly the evaluated path.
 - Text. GREEDY and COUPLED: the tokens of plain decoding without a draft, at the session and at the client, over every
   move and resume; with other numerics those of the target that answered, and the client was told before.
-  REJECTION: the tokens that the round's content and the seed must give, computed independently; a round has one content, and one
-  answer of equal numerics, however often it is requested; no draw is used twice.
+  REJECTION: the tokens that the round's content and the seed must give, computed independently; a round has one
+  content, and one answer of equal numerics, however often it is requested; no draw is used twice.
 - Offers. A round offers exactly the path that arrived first and agrees with the committed tokens, up to the plan; each
   token is the proposal drawn after its path, with its draft distribution, a guess from known text, or that of the
   target's head for its position after the row of the newest commit. Every node the draft evaluates has its

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.coordinator.generation import ASK_AGAIN_S, LOSS_COUNT_MAX
+from specdec.coordinator.placement import ASK_AGAIN_S, LOSS_COUNT_MAX
 from specdec.errors import CacheExhausted, ReplicaUnavailable, SpecdecError
 from specdec.protocol.events import Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import Failure, VerificationResult

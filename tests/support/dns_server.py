@@ -105,7 +105,7 @@ class _Datagrams(asyncio.DatagramProtocol):
 def apart(folder: Path, command: Sequence[str]) -> list[str]:
     """Returns the command line that runs `command` apart. `folder` gets its resolv.conf."""
     file = folder / "resolv.conf"
-    file.write_text("nameserver 127.0.0.1\noptions timeout:2 attempts:2\n")
+    file.write_text("nameserver 127.0.0.1\noptions timeout:4 attempts:1\n")
     return [*UNSHARED, "sh", "-c", PREPARED, str(file), *command]
 
 

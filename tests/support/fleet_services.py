@@ -66,7 +66,7 @@ class FleetServices:
         return self.clients[-1]
 
     def wait_for(self, client: Client, target_count: int, draft_count: int) -> None:
-        """Returns once a coordinator uses so many replicas. Raises TimeoutError."""
+        """Returns once a coordinator uses this number of replicas. Raises TimeoutError."""
 
         def is_whole() -> bool:
             said = client.described()

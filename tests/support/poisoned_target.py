@@ -25,5 +25,5 @@ def poisoned(model: TableModel, batch: RaggedBatch) -> StepOutput:
 
 
 if __name__ == "__main__":
-    TableModel.forward = poisoned  # type: ignore[method-assign]
+    TableModel.forward = poisoned  # type: ignore[method-assign]  # of this process only
     main("target")

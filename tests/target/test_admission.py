@@ -275,7 +275,7 @@ def test_a_text_from_elsewhere_waits_where_a_new_one_is_refused(folder: Path, cl
     meanwhile, and it runs once blocks are free; its start counts as no preemption and no reopening, and its prefix hits
     are reported. Where there is space it starts at once, and so does a new one behind it.
 
-    Source: issue "a fleet": a text under way waits for blocks. Conclusive: the same session without an age is refused,
+    Requirement: "a text under way waits for blocks". Conclusive: the same session without an age is refused,
     and the blocks are as many.
     """
     target = Target(folder, 6)
@@ -304,7 +304,7 @@ def test_texts_from_elsewhere_are_as_old_as_they_say(folder: Path, clock: Clock)
     their runs are over, one of an age between two takes those of the younger only, and of two that wait the older
     begins first; equal ages keep the order of arrival.
 
-    Source: issue "a fleet": targets order texts by age, whichever coordinator they come from. Conclusive: by order of
+    Requirement: "targets order texts by age, whichever coordinator they come from". Conclusive: by order of
     arrival each of these would be the youngest, and wait.
     """
     target = Target(folder, 9)

@@ -26,7 +26,7 @@ from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.chaos.clients import percentile
-from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_under_way
+from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_longer, wait_under_way
 from tests.chaos.tables import REPLICA, VOCABULARY_SIZE, table_texts
 from tests.chaos.texts import SPECULATIVE, Readers, Reading, Text, longest_gap_s, references_of
 from tests.support.services import fixed
@@ -77,6 +77,16 @@ class Struck:
         self.codes += readers.codes
         for name in ("text_count", "token_count", "target_changes", "draft_changes", "moved_count"):
             self.counts[name] += getattr(readers, name)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """A text that is read again and again: its tokens at which none moved yet, how it ends, and what is wrong."""
+
+    missing: set[int]
+    reason: int
+    text_count: int = 0
+    wrong: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -141,7 +151,7 @@ def gaps_s(under_way: list[tuple[Text, Reading]], began_s: float, found: list[fl
 def under_faults(place: Fleet, asked: argparse.Namespace, console: Console) -> Struck:
     """All faults but that of all targets, under readers, until each has its points."""
     struck, chance = Struck(), random.Random(asked.seed)
-    references = references_of(place.clients[0].address, table_texts(TEXT_COUNT, TEXT_TOKENS))
+    references = references_of(place.clients[0].address, table_texts(TEXT_COUNT, TEXT_TOKENS), TEXT_COUNT)
     addresses = [client.address for client in place.clients]
     for stream_count, kinds, point_count in (
         (asked.streams, KINDS[:-1], asked.points),
@@ -164,7 +174,7 @@ def under_faults(place: Fleet, asked: argparse.Namespace, console: Console) -> S
 def when_all_are_killed(place: Fleet, asked: argparse.Namespace, struck: Struck) -> None:
     """Kills all targets at once under streams, again and again until there are enough points."""
     texts = table_texts(asked.streams, TEXT_TOKENS)
-    references = references_of(place.clients[0].address, texts)
+    references = references_of(place.clients[0].address, texts, len(texts))
     while len(struck.points[ALL]) < asked.points:
         streams = {
             text: Stream(place.clients[number % 2], text.request(SPECULATIVE[number % len(SPECULATIVE)]))
@@ -182,26 +192,28 @@ def when_all_are_killed(place: Fleet, asked: argparse.Namespace, struck: Struck)
         place.wait_whole()
 
 
-def at_each_token(place: Fleet, asked: argparse.Namespace) -> tuple[int, int, int, str]:
-    """A text with every sampling parameter, again and again, whose target is lost at each of its tokens: the links to
-    all targets are dropped at once, so each text under way moves. Returns the number of texts, of those that differ, of
-    its tokens at which none moved, and how it ends."""
+def at_each_token(place: Fleet, asked: argparse.Namespace) -> Sampled:
+    """Reads a text with every sampling parameter again and again, and loses its target at each of its tokens: the links
+    to all targets are dropped at once, so each text under way moves."""
     expected = place.clients[0].generate(**{**SAMPLED, "speculative": {"enabled": False}})
     last = len(expected.token_ids) - 3  # at the last two the end may be under way
-    missing = set(range(1, min(last, asked.tokens or last) + 1))
-    text_count = wrong_count = 0
-    while missing:
+    found = Sampled(set(range(1, min(last, asked.tokens or last) + 1)), expected.finished.reason)
+    while found.missing:
         streams = [Stream(client, client.request(**SAMPLED)) for client in place.clients * (asked.streams // 4)]
-        while not all(stream.has_ended for stream in streams):
-            missing -= {len(stream.outcome.token_ids) for stream in streams if not stream.has_ended}
+        wait_under_way(streams, 1)  # without any target a new text is refused
+        while under_way := [stream for stream in streams if not stream.has_ended]:
+            found.missing -= {len(stream.outcome.token_ids) for stream in under_way}
             for target in place.targets:
                 target.link.drop()
-            place.wait_whole()
-        text_count += len(streams)
-        wrong_count += sum(
-            stream.join().error is not None or stream.outcome.comparable != expected.comparable for stream in streams
-        )
-    return text_count, wrong_count, len(missing), pb.FinishReason.Name(expected.finished.reason)
+            wait_longer(under_way, 4)  # the third loss without an answer between would end a text
+        place.wait_whole()
+        found.text_count += len(streams)
+        for stream in streams:
+            if stream.join().error is not None:
+                found.wrong.append(f"{stream.error.details()}")
+            elif stream.outcome.comparable != expected.comparable:
+                found.wrong.append(f"{stream.outcome.comparable} is not {expected.comparable}")
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -219,14 +231,14 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         when_all_are_killed(place, asked, struck)
         console.print("all targets killed: done")
         sampled = at_each_token(place, asked)
-    for line in struck.wrong[:5]:
+    for line in [*struck.wrong[:5], *sampled.wrong[:5]]:
         console.print(line, highlight=False, soft_wrap=True)
     return bars_of(struck, sampled, asked.points)
 
 
-def bars_of(struck: Struck, sampled: tuple[int, int, int, str], point_count: int) -> list[Bar]:
+def bars_of(struck: Struck, sampled: Sampled, point_count: int) -> list[Bar]:
     """The conditions."""
-    counts, (text_count, wrong_count, missing_count, ending) = struck.counts, sampled
+    counts, ending = struck.counts, pb.FinishReason.Name(sampled.reason)
     shown = "{text_count} texts, {token_count} tokens; {target_changes} changes of targets, {draft_changes} of drafts"
     changes = {name: float(counts[name]) for name in ("target_changes", "draft_changes", "moved_count")}
     p99_s = {how: percentile(found, 0.99) for how, found in struck.gaps_s.items() if found}
@@ -239,8 +251,8 @@ def bars_of(struck: Struck, sampled: tuple[int, int, int, str], point_count: int
         worst_of("changes, and texts told of other numerics", 1, changes),
         Bar("seconds without a token after a kill, p99", 2.0, p99_s.get("killed"), f"medians: {medians}", True),
         worst_of("seconds without a token after a freeze or cut, p99", 5.0, slow, is_limit=True),
+        Bar("texts with every parameter, moved at each token, that differ", 0, len(sampled.wrong), "", is_limit=True),
         Bar(
-            "texts with every parameter, moved at each token, that differ", 0, wrong_count, f"{text_count} texts", True
+            "tokens of them at which none moved", 0, len(sampled.missing), f"{sampled.text_count} texts, {ending}", True
         ),
-        Bar("tokens of it at which none moved", 0, missing_count, f"it ends by {ending}", is_limit=True),
     ]

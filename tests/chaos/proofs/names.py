@@ -137,7 +137,7 @@ class World:
         return target_count, draft_count
 
     def until(self, step: str, counts: tuple[int, int], is_timed: bool = True) -> None:
-        """Waits until so many targets and drafts are used, and notes the time."""
+        """Waits until this number of targets and drafts is used, and notes the time."""
         begun_s = time.monotonic()
         while self.counts() != counts:
             if time.monotonic() > begun_s + STEP_S:
