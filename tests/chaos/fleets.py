@@ -161,7 +161,7 @@ def wait_under_way(streams: Sequence[Stream], token_count: int) -> None:
 
 
 def wait_longer(streams: Sequence[Stream], token_count: int) -> None:
-    """Returns once each has so many tokens more, or has ended."""
+    """Returns once each has that number of tokens more, or has ended."""
     goals = [len(stream.outcome.token_ids) + token_count for stream in streams]
     until(
         lambda: all(one.has_ended or len(one.outcome.token_ids) >= goal for one, goal in zip(streams, goals)),

@@ -482,7 +482,8 @@ def test_above_its_capacity_a_draft_refuses_new_sessions_and_keeps_those_it_has(
 ) -> None:
     """Claim: a new session is refused, by name and with a delay, where its prompt does not fit beside the others,
     while a session waits for blocks, and while the steps are late for the rounds of more than PACED_SESSIONS_MIN, here
-    one; blocks of sessions left alone count as free. A session that is open goes on, and is opened again, meanwhile; afterwards new ones are taken.
+    one; blocks of sessions left alone count as free. A session that is open goes on, and is opened again, meanwhile;
+    afterwards new ones are taken.
 
     Requirement: "above its capacity it refuses". Conclusive: the same opening on both sides of each
     limit, and load 1 where it is refused for time.
