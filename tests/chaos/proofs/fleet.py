@@ -26,7 +26,7 @@ from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.chaos.clients import percentile
-from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_longer, wait_under_way
+from tests.chaos.fleets import PATIENCE_S, Fleet, Member, Stream, fleet, wait_longer, wait_under_way
 from tests.chaos.tables import REPLICA, VOCABULARY_SIZE, table_texts
 from tests.chaos.texts import SPECULATIVE, Readers, Reading, Text, longest_gap_s, references_of
 from tests.support.services import fixed
@@ -99,7 +99,7 @@ def table_fleet(delay_ms: float = DELAY_MS) -> Iterator[Fleet]:
         grace = {**REPLICA, "drain_grace_s": 0.5}
         targets = [TargetSettings(**grace, model=str(target), block_size=size) for size in BLOCK_SIZES]
         drafts = [DraftSettings(**grace, model=str(draft))] * 3
-        with fleet(targets, drafts, [{"drain_grace_s": 1.0}] * 2, delay_ms) as made:
+        with fleet(targets, drafts, [{"drain_grace_s": 1.0, "target_wait_s": PATIENCE_S}] * 2, delay_ms) as made:
             yield made
 
 

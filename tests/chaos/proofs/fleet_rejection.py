@@ -17,7 +17,7 @@ from rich.console import Console
 from bench.bars import Bar
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
-from tests.chaos.fleets import Fleet, Stream, fleet, wait_longer, wait_under_way
+from tests.chaos.fleets import PATIENCE_S, Fleet, Stream, fleet, wait_longer, wait_under_way
 from tests.chaos.proofs.fleet import strike_several
 from tests.chaos.tables import REPLICA
 from tests.services.test_distribution import (
@@ -76,7 +76,12 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
             write_table_model(folder, VOCABULARY_SIZE, seed=seed)
         target = TargetSettings(**REPLICA, model=str(models[0]))
         draft = DraftSettings(**REPLICA, model=str(models[1]))
-        own = {"speculation_policy": "fixed", "draft_wait_ms": 2000.0, "drain_grace_s": 1.0}
+        own = {
+            "speculation_policy": "fixed",
+            "draft_wait_ms": 2000.0,
+            "drain_grace_s": 1.0,
+            "target_wait_s": PATIENCE_S,
+        }
         with fleet([target] * 2, [draft], [own], DELAY_MS) as place:
             while len(streams) < asked.texts:
                 streams += wave(place, len(streams), is_killed=not streams)
