@@ -127,6 +127,7 @@ class Moves:
             self.moved_rounds.add(self.session.round_index)
         self.losses, self.is_moved = 0, False
         self.rounds += 1
+        self.last_table = self.generation._target.link.process.traits.table
         self.refused.clear()
 
     def opened(self, stream: Stream) -> None:
@@ -136,7 +137,7 @@ class Moves:
         others = [other for other in streams if other.is_open and other is not stream]
         if others:
             raise Violation(f"session {self.session.number} is opened on {stream} and works on {others}")
-        if max(self.left_drafts.get(stream, 0.0), self.refused.get(stream, 0.0)) > self.now_s + 1e-6:
+        if self.refused.get(stream, 0.0) > self.now_s + 1e-6:
             raise Violation(f"session {self.session.number} is opened on {stream}, which refused or failed it")
         if is_draft:
             self.draft_changes += stream.link is not self.last_draft
@@ -149,7 +150,7 @@ class Moves:
             if self.last_table not in (None, table):
                 self._check_profile()
             self.profile_changes += self.last_table not in (None, table)
-            self.last_table = table
+            self.last_table = table if self.last_table is None else self.last_table
         streams.add(stream)
         if not is_draft and self.is_suspect:
             rivals = [own for own in self.others if own is not self and own.is_suspect and stream in own.open_at[False]]
