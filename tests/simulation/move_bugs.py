@@ -8,8 +8,9 @@ from typing import Any
 
 from specdec.coordinator.fleet import Fleet
 from specdec.coordinator.generation import Generation
-from specdec.coordinator.peers import Peer, Target
+from specdec.coordinator.peers import Peer
 from specdec.coordinator.pool import Pool
+from specdec.coordinator.replicas import Target
 from specdec.coordinator.statistics import RequestStatistics
 from specdec.protocol.items import Close
 from specdec.protocol.report import Moved
@@ -98,7 +99,9 @@ MOVES = (
     Bug("a text stays attached to the target that it left", Peer, "detach", still_attached),
     Bug("a draft that is left gets no Close", Generation, "on_draft_up", without_close_of_a_draft),
     Bug("a draft that stops is not left", Generation, "_on_draft_changed", instead(nothing)),
-    Bug("losses count on after an answer", Generation, "_on_answered", keeping("_loss_count", lambda self: self)),
+    Bug(
+        "losses count on after an answer", Generation, "_on_answered", keeping("_loss_count", lambda self, _index: self)
+    ),
     Bug("a waiting text is forgotten", Fleet, "place_waiting", instead(nothing)),
     Bug("a waiting text is tried at connections only", Fleet, "_try_again", instead(nothing)),
     Bug("a text waits for a target without end", Generation, "_on_no_target", instead(nothing)),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.coordinator.placement import ASK_AGAIN_S, LOSS_COUNT_MAX
+from specdec.coordinator.placement import ALIVE_AFTER_S, ASK_AGAIN_S, LOSS_COUNT_MAX
 from specdec.errors import CacheExhausted, ReplicaUnavailable, SpecdecError
 from specdec.protocol.events import Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import Failure, VerificationResult
@@ -42,6 +42,7 @@ class Moves:
     generation: Any = None
     statistics: Statistics = field(default_factory=Statistics)
     losses: int = 0
+    lost_s: float = 0.0
     target_changes: int = 0
     draft_changes: int = 0
     rounds: int = 0
@@ -52,7 +53,7 @@ class Moves:
     is_moved: bool = False  # the round under way
     moved_rounds: set[int] = field(default_factory=set)
     refused: dict[Stream | None, float] = field(default_factory=dict)
-    left_drafts: set[Stream | None] = field(default_factory=set)  # that could not draft for it
+    left_drafts: dict[Stream | None, float] = field(default_factory=dict)  # that could not draft for it, until when
     open_at: dict[bool, set[Stream]] = field(default_factory=lambda: {False: set(), True: set()})
     last_draft: SimulatedLink | None = None
     opened_count: int = 0
@@ -104,10 +105,12 @@ class Moves:
     def _told_by_draft(self, item: Any) -> None:
         session = self.session
         if isinstance(item, Failure) and session.has_draft and item.incarnation == session.draft_incarnation:
-            self.left_drafts.add(self.generation._draft.link.stream)
+            retry_s = item.retry_after_ms / 1000 or math.inf
+            self.left_drafts[self.generation._draft.link.stream] = self.now_s + retry_s
 
     def _lose(self, is_link_lost: bool) -> None:
         self.losses += 1
+        self.lost_s = self.now_s
         self.was_suspect |= self.losses > 1
         self.was_refused, self.was_link_lost = False, is_link_lost
         self._leave(None if is_link_lost else self.now_s + ASK_AGAIN_S)
@@ -124,6 +127,7 @@ class Moves:
             self.moved_rounds.add(self.session.round_index)
         self.losses, self.is_moved = 0, False
         self.rounds += 1
+        self.last_table = self.generation._target.link.process.traits.table
         self.refused.clear()
 
     def opened(self, stream: Stream) -> None:
@@ -133,7 +137,7 @@ class Moves:
         others = [other for other in streams if other.is_open and other is not stream]
         if others:
             raise Violation(f"session {self.session.number} is opened on {stream} and works on {others}")
-        if stream in self.left_drafts or self.refused.get(stream, 0.0) > self.now_s:
+        if self.refused.get(stream, 0.0) > self.now_s + 1e-6:
             raise Violation(f"session {self.session.number} is opened on {stream}, which refused or failed it")
         if is_draft:
             self.draft_changes += stream.link is not self.last_draft
@@ -146,7 +150,7 @@ class Moves:
             if self.last_table not in (None, table):
                 self._check_profile()
             self.profile_changes += self.last_table not in (None, table)
-            self.last_table = table
+            self.last_table = table if self.last_table is None else self.last_table
         streams.add(stream)
         if not is_draft and self.is_suspect:
             rivals = [own for own in self.others if own is not self and own.is_suspect and stream in own.open_at[False]]
@@ -206,6 +210,8 @@ class Moves:
             return False
         if self.losses < 2:
             return True
+        if link.heard_s < self.lost_s + ALIVE_AFTER_S:
+            return False
         return not any(own.is_suspect and link.stream in own.open_at[False] for own in self.others if own is not self)
 
     def _check_draft(self) -> None:
@@ -219,7 +225,7 @@ class Moves:
                 raise Violation(f"session {session.number} says its draft is {state.name}, and it is lost")
             return
         for peer in self.coordinator.fleet.drafts.up():
-            is_left = peer.link.stream in self.left_drafts
+            is_left = self.left_drafts.get(peer.link.stream, 0.0) > self.now_s - NOTICED_S
             if is_usable(peer) and peer.model_key == own.model_key and not is_left:
                 raise Violation(f"session {session.number} says its draft is {state.name}; {peer.address} is there")
 

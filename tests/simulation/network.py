@@ -9,6 +9,7 @@ the other; items under way are lost then. `SimulatedLink` stands for the link of
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -189,6 +190,12 @@ class SimulatedLink:
     def is_up(self) -> bool:
         """As `Link.is_up`."""
         return self.stream is not None
+
+    @property
+    def heard_s(self) -> float:
+        """As `Link.heard_s`: of a peer that answers pings just now."""
+        is_heard = self.stream is not None and self.process.is_alive and not self.process.is_frozen
+        return self.clock.now_s if is_heard and self.clock.now_s >= self.blocked_until_s else -math.inf
 
     async def run(self) -> None:
         """As `Link.run`."""
