@@ -180,7 +180,7 @@ class Placement(ABC):
     def on_target_up(self) -> None:
         """Goes on at another target, if one is there; it waits for one."""
         session, fleet = self._session, self._fleet
-        target = self._next_target()
+        target = None if session.finished else self._next_target()
         if target is None:
             return
         del fleet.waiting[self]
