@@ -26,8 +26,10 @@ FADING = 0.99  # of the time of late answers, with each answer
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """A verification in flight: its round, when it was sent first, and the seconds that its prompt takes."""
+    """A verification in flight: its incarnation and round, when the round was sent first, and the seconds that its
+    prompt takes."""
 
+    incarnation: int
     round_index: int
     sent_s: float
     prompt_s: float
@@ -45,15 +47,17 @@ class Deadlines:
 
     def sent(self, item: Verification) -> None:
         """A verification is sent; sent again, it has the time of the first."""
-        known = self._unanswered.get(item.session)
-        if known is None or known.round_index != item.round_index:
+        known, name = self._unanswered.get(item.session), (item.incarnation, item.round_index)
+        if known is not None and known.round_index == item.round_index:
+            self._unanswered[item.session] = Unanswered(*name, known.sent_s, known.prompt_s)
+        else:
             prompt_s = 0.0 if item.round_index else item.base_position * self.token_s
-            self._unanswered[item.session] = Unanswered(item.round_index, self._now_s, prompt_s)
+            self._unanswered[item.session] = Unanswered(*name, self._now_s, prompt_s)
 
     def answered(self, item: VerificationResult) -> None:
-        """An answer came; one of an older round changes nothing."""
+        """An answer came; one of an older round or incarnation changes nothing."""
         known = self._unanswered.get(item.session)
-        if known is not None and known.round_index == item.round_index:
+        if known is not None and (known.incarnation, known.round_index) == (item.incarnation, item.round_index):
             del self._unanswered[item.session]
             self._answered_s = self._now_s
             self._usual_s = max(self._now_s - known.sent_s, FADING * self._usual_s)

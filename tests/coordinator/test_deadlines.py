@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specdec.coordinator.deadlines import FACTOR, QUIET_S, TURN_FACTOR, Deadlines
 from specdec.protocol.items import Verification, VerificationResult
 from specdec.protocol.types import SamplerOutput
@@ -48,6 +50,24 @@ def test_a_quiet_target_is_given_its_prompts_time() -> None:
     deadlines.sent(ask(0))
     rest = seconds_until_overdue(deadlines, 0, 1000)
     assert half == 0 and 300 + rest > FACTOR * 68 and 300 + rest < QUIET_S + FACTOR * 70
+
+
+def test_a_late_answer_of_an_older_incarnation_ends_no_wait() -> None:
+    """Claim: a round that was sent again under another incarnation stays unanswered when the answer to the first one
+    comes late; the answer to the second ends the wait.
+
+    Source: simulation, seed 1453: the late answer is dropped by its incarnation, and where the target never answered
+    the second one the text waited for ever. Conclusive: the two answers differ by their incarnation only.
+    """
+    deadlines = Deadlines()
+    deadlines.sent(ask(1, 1))
+    deadlines.sent(replace(ask(1, 1), incarnation=2))
+    deadlines.answered(answer(1, 1))
+    assert seconds_until_overdue(deadlines, 1, 1000) == QUIET_S + 1
+    deadlines.forget(1)
+    deadlines.sent(replace(ask(1, 1), incarnation=2))
+    deadlines.answered(replace(answer(1, 1), incarnation=2))
+    assert not seconds_until_overdue(deadlines, 1, 1000)
 
 
 def test_a_session_that_waits_for_others_has_longer_but_not_for_ever() -> None:
