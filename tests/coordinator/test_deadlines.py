@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from specdec.coordinator.deadlines import FACTOR, QUIET_S, TURN_FACTOR, Deadlines
 from specdec.protocol.items import Verification, VerificationResult
 from specdec.protocol.types import SamplerOutput
@@ -11,14 +9,14 @@ from specdec.protocol.types import SamplerOutput
 PROMPT_LENGTH = 2000
 
 
-def ask(session: int, round_index: int = 0) -> Verification:
+def ask(session: int, round_index: int = 0, incarnation: int = 1) -> Verification:
     """A verification after a long prompt."""
-    return Verification(session, 1, round_index, PROMPT_LENGTH, (1,))
+    return Verification(session, incarnation, round_index, PROMPT_LENGTH, (1,))
 
 
-def answer(session: int, round_index: int = 0) -> VerificationResult:
+def answer(session: int, round_index: int = 0, incarnation: int = 1) -> VerificationResult:
     """Its answer."""
-    return VerificationResult(session, 1, round_index, SamplerOutput((1,)))
+    return VerificationResult(session, incarnation, round_index, SamplerOutput((1,)))
 
 
 def seconds_until_overdue(deadlines: Deadlines, session: int, seconds_max: float, other: int | None = None) -> int:
@@ -61,12 +59,12 @@ def test_a_late_answer_of_an_older_incarnation_ends_no_wait() -> None:
     """
     deadlines = Deadlines()
     deadlines.sent(ask(1, 1))
-    deadlines.sent(replace(ask(1, 1), incarnation=2))
+    deadlines.sent(ask(1, 1, incarnation=2))
     deadlines.answered(answer(1, 1))
     assert seconds_until_overdue(deadlines, 1, 1000) == QUIET_S + 1
     deadlines.forget(1)
-    deadlines.sent(replace(ask(1, 1), incarnation=2))
-    deadlines.answered(replace(answer(1, 1), incarnation=2))
+    deadlines.sent(ask(1, 1, incarnation=2))
+    deadlines.answered(answer(1, 1, incarnation=2))
     assert not seconds_until_overdue(deadlines, 1, 1000)
 
 
