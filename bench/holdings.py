@@ -21,7 +21,7 @@ ROOT = Path(specdec.__file__).resolve().parents[1]
 PRODUCT_FOLDERS = tuple(ROOT / name for name in ("specdec", "coordinator", "target_service", "draft_service"))
 # Objects of the service that a request refers to: tables, peers, metrics, spans. The walk over a request ends at them.
 SHARED = frozenset(
-    "Coordinator CoordinatorMetrics Draft Link Peer Peers Recorder Replica Speculation Target Tokenizer".split()
+    "Coordinator CoordinatorMetrics Draft Fleet Link Peer Peers Recorder Replica Speculation Target Tokenizer".split()
 ) | {"SdkTracing", "Tracing"}
 
 

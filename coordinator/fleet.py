@@ -181,8 +181,9 @@ class Fleet:
         self._check_limits(request)
         key = self._keys.key(tokens, request.cache_salt, request.prompt_cache_key)
         target = self.next_target(model, length_max, key, is_new=True)
+        target = target or self.next_target(model, 0, key, is_new=True)  # which says what does not fit
         if target is None:
-            raise ReplicaUnavailable(f"no target: {self.targets.absent_reason or 'none holds this text'}")
+            raise ReplicaUnavailable(f"no target: {self.targets.absent_reason or 'the model changed'}")
         self._retries.opened(time.monotonic())
         rule, draft, reason = self._pair(request, turn, target, proposers)
         policy = self._policy(request, rule, proposers, target, draft)

@@ -18,7 +18,7 @@ RESTART_COUNT_MAX = 6  # in a row: about a minute of waits, for a temporary lack
 STEADY_S = 300.0  # a service that ran for so long may be restarted as often again
 
 EFFECTS = {  # of the loss of a service, while it is away
-    "target": "texts under way end and say how to resume",
+    "target": "texts under way wait for it",
     "draft": "texts go on without its guesses",
     "coordinator": "texts under way are lost, and their clients may resume them",
     "gateway": "HTTP requests under way are lost",

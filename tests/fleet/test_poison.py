@@ -57,6 +57,7 @@ def targets_of(model: Path) -> Iterator[tuple[list[subprocess.Popen[str]], list[
             process.communicate()
 
 
+@pytest.mark.more
 def test_a_request_that_kills_its_targets_ends_alone(model: Path) -> None:
     """Claim: of five targets a request that kills each that runs it ends three, then itself, UNAVAILABLE; all texts
     that were under way at these targets come out as undisturbed.

@@ -31,6 +31,7 @@ def test_a_small_fleet_keeps_its_bars() -> None:
     assert missed(SMALL) == []
 
 
+@pytest.mark.more
 @pytest.mark.lengthy
 def test_routers_without_a_part_miss_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: a router that ignores loads misses the bars of balance and refuses texts while others have space; one that

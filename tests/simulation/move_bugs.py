@@ -9,7 +9,6 @@ from typing import Any
 from specdec.coordinator.fleet import Fleet
 from specdec.coordinator.generation import Generation
 from specdec.coordinator.peers import Peer
-from specdec.coordinator.pool import Pool
 from specdec.coordinator.replicas import Target
 from specdec.coordinator.statistics import RequestStatistics
 from specdec.protocol.items import Close
@@ -108,7 +107,6 @@ MOVES = (
     Bug("a target that refused is asked at once again", Generation, "_avoid_target", instead(nothing)),
     Bug("a target is avoided for ever", Generation, "_avoid_target", avoided_for_ever),
     Bug("a replica is removed while it serves", Peer, "is_idle", instead(property(lambda self: True))),
-    Bug("a replica that is no member is never removed", Pool, "_retire", instead(nothing)),
     Bug(
         "the policy learns of a moved round",
         Generation,

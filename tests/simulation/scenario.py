@@ -79,7 +79,7 @@ def draw_scenario(rng: random.Random) -> Scenario:
 
 def draw_pools(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numerics of one to three targets, and the models of one to three drafts."""
-    profiles = rng.choice(((0,), (0,), (0, 0), (0, 0), (0, 0), (0, 0, 0), (0, 1), (0, 1, 0)))
+    profiles = rng.choice(((0,), (0,), (0,), (0,), (0, 0), (0, 0), (0, 0, 0), (0, 1), (0, 1, 0)))
     drafts = rng.choice(((1,), (1,), (1, 1), (1, 1), (1, 2), (1, 2, 1)))
     return profiles, drafts
 
