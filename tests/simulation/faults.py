@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from specdec.coordinator import deadlines
 from specdec.protocol.items import Close, Open, Verification, VerificationResult
 from tests.simulation.network import SILENT_S, Carriage, Stream
 from tests.simulation.replica import Process
@@ -118,6 +119,9 @@ class RandomFaults:
 
 
 FAULTS = tuple(Fault)
+# Bounds of an unanswered verification from the first muted answer on. Before it they are longer than any run may take,
+# so that a replica which forgets a session is noticed, not mended.
+SOON_OVERDUE = {"QUIET_S": 2.0, "FACTOR": 2.0, "TURN_FACTOR": 3.0}
 OF_AN_ANSWER = (Fault.MUTE, Fault.MALFORMED)
 SPOILING = (Fault.DUPLICATE, Fault.DELAY, Fault.REORDER, Fault.STALE, Fault.DROP, Fault.REPLY_LOST, *OF_AN_ANSWER)
 
@@ -215,6 +219,8 @@ class Faults:
             return None
         self._struck(fault, OVERDUE_S if fault is Fault.MUTE else 0.0, item)
         if fault is Fault.MUTE:
+            for name, bound in SOON_OVERDUE.items():
+                setattr(deadlines, name, bound)
             return LOST
         output = item.output._replace(recovered_token_ids=item.output.recovered_token_ids[1:])
         return Carriage(instead=item._replace(output=output))

@@ -21,7 +21,7 @@ from specdec.protocol import items
 from specdec.protocol.report import PROPOSER_FIELDS
 from specdec.target_service import admission
 from tests.simulation.clock import Violation
-from tests.simulation.faults import FAULTS, NoFaults, Plan, RandomFaults
+from tests.simulation.faults import FAULTS, SOON_OVERDUE, NoFaults, Plan, RandomFaults
 from tests.simulation.network import Message
 from tests.simulation.scenario import Scenario, draw_scenario
 from tests.simulation.transcript import Transcript
@@ -52,7 +52,7 @@ class Report:
 @contextmanager
 def made_repeatable(world: World, rng: random.Random) -> Iterator[None]:
     """Clocks, chance and links of the driven classes come from the run, items are small enough to be split, and an
-    answer is overdue soon."""
+    answer is overdue soon once one was muted."""
     clock, scenario = world.clock, world.scenario
     with ExitStack() as stack:
         stack.callback(asyncio._set_running_loop, None)
@@ -63,7 +63,8 @@ def made_repeatable(world: World, rng: random.Random) -> Iterator[None]:
         stack.enter_context(patch.multiple(secrets, randbits=rng.getrandbits, randbelow=rng.randrange))
         stack.enter_context(patch.object(items, "EXTEND_TOKEN_COUNT_MAX", scenario.extend_max))
         stack.enter_context(patch.multiple(admission, RUN_POSITIONS=scenario.run_positions, RUN_SHARE=0.0))
-        stack.enter_context(patch.multiple(deadlines, QUIET_S=2.0, FACTOR=2.0, TURN_FACTOR=3.0))
+        bounds = {name: getattr(deadlines, name) for name in SOON_OVERDUE}  # as they are, until an answer is muted
+        stack.enter_context(patch.multiple(deadlines, **bounds))
         carried = dict(item_to_bytes=lambda _, item: Message(item), item_from_message=lambda message: message.item)
         described = dict(description_from_message=lambda description: description)
         stack.enter_context(patch.multiple(peers, Link=world.make_link, **carried, **described))
