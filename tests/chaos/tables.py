@@ -73,6 +73,7 @@ def tables(has_draft: bool = True, every: Mapping[str, Any] | None = None) -> It
         if draft is not None:
             draft.wait_ready()
         own = {"tokenizer": str(folder / "target"), "target": target.address, "draft": f"127.0.0.1:{draft_port}"}
+        common["target_wait_s"] = 0.0  # texts of the only target end with it: `fleet` has several
         serving = begun("coordinator", CoordinatorSettings(**{**common, **own}))
         serving.wait_ready()
         yield Tables(target, draft, serving, draft_port)

@@ -66,7 +66,12 @@ def test_readers_of_log_lines_that_stop_reading_cost_lines_only(table_models: tu
         for name, error in errors.items():
             pages[name] = free_address()
             own = CoordinatorSettings(
-                port=0, target=address, tokenizer=str(table_models[0]), metrics_address=pages[name], drain_grace_s=5.0
+                port=0,
+                target=address,
+                target_wait_s=0.0,
+                tokenizer=str(table_models[0]),
+                metrics_address=pages[name],
+                drain_grace_s=5.0,
             )
             coordinators[name] = stack.enter_context(Child("coordinator", arguments_of(own), stderr=error))
         wait_all_ready([*coordinators.values()])

@@ -94,6 +94,7 @@ class World:
             **self._common(),
             tokenizer=str(folder / "target"),
             target=self.links["target"].address,
+            target_wait_s=0.0,
             draft=self.links["draft"].address,
         )
         self.services["coordinator"] = Restartable("coordinator", "coordinator", own)

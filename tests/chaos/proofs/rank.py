@@ -157,7 +157,7 @@ def split() -> Iterator[tuple[Restartable, Restartable]]:
         settings = TargetSettings(**REPLICA, model=str(TARGET_MODEL), tensor_parallel_size=2)
         target = Restartable("target", "target", settings)
         stack.callback(target.stop)
-        own = CoordinatorSettings(**COMMON, tokenizer=str(TARGET_MODEL), target=target.wait_ready())
+        own = CoordinatorSettings(**COMMON, tokenizer=str(TARGET_MODEL), target=target.wait_ready(), target_wait_s=0.0)
         coordinator = Restartable("coordinator", "coordinator", own)
         stack.callback(coordinator.stop)
         coordinator.wait_ready()
