@@ -7,7 +7,7 @@ import pytest
 from tests.chaos.test_load import missed
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_fleet_hides_the_loss_of_its_replicas() -> None:
     """Claim: of a fleet whose targets and drafts are killed, frozen, cut off and stopped no client meets an error or
     another token, and a text with every sampling parameter moves at each of its first tokens.
