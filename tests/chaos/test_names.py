@@ -12,7 +12,7 @@ from tests.chaos.proofs import names
 from tests.support.dns_server import why_not_apart
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_texts_do_not_notice_what_becomes_of_names(tmp_path: Path) -> None:
     """Claim: records of targets and drafts that are added, removed, 300 at once, or fail, and a target that is killed
     while the resolver is silent, give no error at a client and no differing text; changes are in use within 6 s.
