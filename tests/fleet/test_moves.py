@@ -203,18 +203,19 @@ def test_targets_that_are_lost_together_end_no_text(whole: Fleet, expected: list
 def test_a_text_changes_drafts(how: str, whole: Fleet, expected: list[tuple[Any, ...]]) -> None:
     """Claim: texts whose draft is killed, frozen, cut off or stops draft with another one: the same bytes, no error.
 
-    Conclusive: each draft is struck in turn, so some texts lose theirs; some say that they changed drafts, and these
-    have accepted draft tokens at their end, long after the strike.
+    Conclusive: some texts say that they changed drafts, and these have accepted draft tokens at their end, long after
+    the strike.
     """
-    streams = begin(whole.clients[0])
-    wait_under_way(streams, MEANWHILE)
-    for draft in whole.drafts[:2]:
+    for draft in whole.drafts[:2]:  # all texts may have the other one
+        streams = begin(whole.clients[0])
+        wait_under_way(streams, MEANWHILE)
         strike(draft, how)
-        wait_longer(streams, MEANWHILE)
+        check(streams, expected)
         mend(draft)
-        wait_longer(streams, MEANWHILE)
-    check(streams, expected)
-    changed = [stream for stream in streams if stream.statistics.num_draft_changes]
+        whole.wait_whole()
+        changed = [stream for stream in streams if stream.statistics.num_draft_changes]
+        if changed:
+            break
     assert changed
     assert all(any(stream.outcome.proposers[-20:]) for stream in changed)
     assert not moved_count(streams)
