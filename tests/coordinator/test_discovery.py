@@ -49,7 +49,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = FILE_S) -> Non
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_names_are_followed(tmp_path: Path) -> None:
     """Claim: records of a name that appear and go are members and are none within 6 s, 300 of them too; NXDOMAIN,
     SERVFAIL and silence change nothing and hold up no other value, the default executor nor the end of the process; a
