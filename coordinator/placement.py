@@ -118,7 +118,7 @@ class Placement(ABC):
 
     def _on_refused(self, error: ReplicaUnavailable | CacheExhausted) -> None:
         """The target takes no more sessions, or has no space: the next one is asked. Raises the refusal of a new text
-        that REFUSAL_COUNT_MAX targets refused; a text under way waits then."""
+        beyond the budget of retries; a text under way waits then."""
         self._avoid_target(error.retry_after_s or ASK_AGAIN_S)
         self._target.refused_one()
         is_new, other = not self._output_count and not self._loss_count, self._next_target()
