@@ -158,6 +158,14 @@ def failing_cells() -> list[Cell]:
         Cell("draft as slow, and on its cores", one(0.7, draft_s=TARGET_S, contention=1.4)),
         Cell("always wrong", one(0.0)),
         Cell("always wrong, on the target's cores", one(0.0, contention=1.3)),
+        *(
+            Cell(f"always wrong, texts of {count} tokens", one(0.0, token_count=count, contention=1.3))
+            for count in (32, 100)
+        ),
+        Cell(
+            "poor draft, RTT 10 ms, texts of 32 tokens",
+            one(0.3, network_s=0.01, bonus_match=0.2, token_count=32, contention=1.3),
+        ),
         Cell("silent", one(0.7, draft_factor=None)),
         Cell("100 times slower from the second minute on", one(0.7, **later(60, draft_factor=100.0)), 62, 80),
         Cell("silent from 10 s on", one(0.7, **later(10, draft_factor=None)), 12, 30),
@@ -193,6 +201,10 @@ def paying_cells() -> list[Cell]:
         *(cell(f"acceptance 0.7, RTT {a}, then {b} ms", at(network_s=a / 1e3, **own), 12) for a, b, own in moves),
         *(cell(f"{count} streams on experts, acceptance {of}", world, 2, 8) for (count, of), world in experts.items()),
         cell("8 streams, acceptance 0.7", many(8, 0.7), 2, 8),
+        *(
+            cell(f"acceptance 0.7, RTT {ms} ms, texts of 32 tokens", at(network_s=ms / 1e3, token_count=32))
+            for ms in (0, 7)
+        ),
     ]
 
 

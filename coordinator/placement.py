@@ -126,7 +126,7 @@ class Placement(ABC):
             raise error
         if other is None and not self._target_wait_s:
             raise type(error)(f"{error}; {self._how_to_resume()}", error.retry_after_s)
-        self._move(Lost(f"the target refused it: {error}", "refused"))
+        self._move(Lost(f"the target refused it: {error}", "refused"), other)
 
     def _on_loss(self, lost: Lost, is_link_lost: bool) -> None:
         """The target is lost to this text. The third loss in a row ends it, since it may be the cause, and so does a
@@ -144,8 +144,8 @@ class Placement(ABC):
             self._avoid_target(ASK_AGAIN_S)
         self._move(lost)
 
-    def _move(self, lost: Lost) -> None:
-        """Leaves the target and seeks another one."""
+    def _move(self, lost: Lost, target: Target | None = None) -> None:
+        """Leaves the target for another one, or for one that it seeks."""
         session, old = self._session, self._target
         self._lost = self._lost or lost
         incarnation = session.target_incarnation
@@ -155,7 +155,7 @@ class Placement(ABC):
         self._is_moving = True
         self._step(events.TargetLost(str(lost), lost.cause))
         self._fleet.wait(self)
-        self.on_target_up()
+        self.on_target_up(target)
         if self in self._fleet.waiting and self._target_timer is None:
             self._target_timer = self._loop.call_later(self._target_wait_s, self._on_no_target)
 
@@ -177,10 +177,10 @@ class Placement(ABC):
             avoided |= {target for target in peers if target.suspect is not None or target.link.heard_s < alive_s}
         return fleet.next_target(self._model, self._session.length_max, self._key, avoided)
 
-    def on_target_up(self) -> None:
-        """Goes on at another target, if one is there; it waits for one."""
+    def on_target_up(self, target: Target | None = None) -> None:
+        """Goes on at this target, or another one if there is one; it waits for one."""
         session, fleet = self._session, self._fleet
-        target = None if session.finished else self._next_target()
+        target = None if session.finished else target or self._next_target()
         if target is None:
             return
         del fleet.waiting[self]

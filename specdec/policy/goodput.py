@@ -166,10 +166,11 @@ class Goodput:
             for own in self.drafting:
                 own.forget()
 
-    def rate(self, own: Candidate, acceptance: float, local_accepted: float) -> float:
+    def rate(self, own: Candidate, acceptance: float, local_accepted: float, factor: float = 1.0) -> float:
         """Tokens per second of a session at an acceptance, of whose rounds each accepts `local_accepted` tokens of the
-        coordinator's own proposers, or those in the share of rounds in which the draft has none."""
-        accepted = own.accepted_share * own.forecast.accepted(acceptance) if own.plan.window else 0.0
+        coordinator's own proposers, or those in the share of rounds in which the draft has none. `factor`: of the
+        draft's accepted tokens."""
+        accepted = factor * own.accepted_share * own.forecast.accepted(acceptance) if own.plan.window else 0.0
         return (1 + accepted + (local_accepted / (1 + accepted) if own is not self.off else 0.0)) / own.round_s
 
     def best_rate(self) -> float:

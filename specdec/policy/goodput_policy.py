@@ -50,7 +50,7 @@ class GoodputPolicy:
         self._exploring_until: tuple[int, float] | None = None  # rounds that counted, and a time
         self._instead = goodput.off  # the plan that an exploration stands for
         self._exploring_rounds = self._explored_tokens = 0
-        self._lost_s = self._explored_s = 0.0
+        self._lost_s = self._explored_s = self._reserved_s = 0.0
         self._review_round, self._review_s, self._jumps = 0, 0.0, goodput.steps.jumps
         self._own = goodput.off
         self._rates = self._compute_rates()
@@ -187,12 +187,19 @@ class GoodputPolicy:
                 self._explore(goodput.off, now_s)
                 goodput.baseline_until_s = goodput.exploring_until_s
                 return
-        spread = 0.0 if best.plan.window else self._acceptance.spread
-        promises = {own: rates[own] * (1 + self._spread(own) + spread) for own in goodput.drafting if own is not best}
+        promises = {own: self._promise(own, best) for own in goodput.drafting if own is not best}
         own = max(promises, key=promises.__getitem__, default=best)
         is_due = not best.plan.window and now_s >= goodput.drafted_s + PROBE_S
         if own is not best and (is_due or promises[own] > rates[best]) and self._loss_s(own, best) <= goodput.credit_s:
             self._explore(own, now_s)
+
+    def _promise(self, own: Candidate, best: Candidate) -> float:
+        """The rate of a plan of the draft if it is better than estimated. Beside plain decoding that can only be by
+        more accepted tokens: if they come too late to be offered, it promises nothing."""
+        if best.plan.window:
+            return self._rates[own] * (1 + self._spread(own))
+        acceptance = min(1.0, self._acceptance.value + self._acceptance.spread)
+        return self._goodput.rate(own, acceptance, self._local.value, 1 + self._spread(own))
 
     def _rounds(self, own: Candidate) -> int:
         """Rounds of an exploration: half as many of plain decoding, of which each is like the next."""
@@ -213,7 +220,10 @@ class GoodputPolicy:
         return seconds * (load - 1) * max(0.0, 1 - usual_s / explored_s)
 
     def _explore(self, own: Candidate, now_s: float) -> None:
+        """Begins one. It is paid in advance, as a text may end in its midst."""
         goodput, rounds = self._goodput, self._rounds(own)
+        self._reserved_s = goodput.charge(self._loss_s(own, self._own))
+        self._lost_s += self._reserved_s
         ends_s = now_s + min(2 * (goodput.warm_s(own) + rounds * own.round_s), EXPLORATION_MAX_S)
         self._exploring_until, self._instead = (rounds, ends_s), self._own
         self._explored_tokens, self._explored_s = 0, 0.0
@@ -226,4 +236,4 @@ class GoodputPolicy:
         seconds, best_rate = self._explored_s, self._rates[self._instead]
         lost_s = seconds - (self._explored_tokens + seconds * self._rates[self._own]) / 2 / best_rate
         lost_s += self._others_loss_s(self._own, self._instead, seconds)
-        self._lost_s += self._goodput.charge(lost_s)
+        self._lost_s += self._goodput.charge(lost_s - self._reserved_s)

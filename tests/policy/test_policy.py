@@ -387,3 +387,18 @@ def test_after_a_jump_all_sessions_decode_plainly_for_a_while() -> None:
 
     assert policy.plan(1000).window and OFF_PLAN not in take(TARGET_S, 60)
     assert take(20 * TARGET_S, 2)[-1] == OFF_PLAN
+
+
+def test_an_exploration_is_paid_when_it_begins() -> None:
+    """Claim: what an exploration is expected to lose is taken from the budget at its first round, so texts that end in
+    its midst do not explore again and again for nothing. Conclusive: none of its rounds is over when the credit is
+    read, and the exploration is one that is expected to lose: the draft's tokens were all wrong."""
+    policy = auto()
+    goodput = policy._goodput
+    for index in range(1, 5000):
+        plan, credit_s = policy.plan(1000), goodput.credit_s
+        policy.on_round(record_of(index, plan, 4 * bool(plan.window), 0))
+        if not plan.window and policy.plan(1000).window and policy.prediction.num_rounds_exploring:
+            break  # not the first exploration, by which no plan was measured
+    assert policy.plan(1000).window
+    assert credit_s - goodput.credit_s > TARGET_S / 2
