@@ -12,8 +12,10 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +43,7 @@ from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 OF_GOOD, OF_OFF = 0.97, 0.98
 TARGET_COUNT = 4
+REFUSALS = "specdec_draft_refusals_total "
 QUICK = {"pairs": 3, "texts": 16, "max_tokens": 48}
 BOTH, GOOD, NONE = "both", "good", "none"  # the drafts of a coordinator
 
@@ -114,22 +117,37 @@ def beyond_capacity(asked: argparse.Namespace, done: Callable[[], None]) -> tupl
         targets = tuple(started("target", TargetSettings, **own).address for _ in range(TARGET_COUNT))
         draft = started("draft", DraftSettings, target_tokenizer=str(TARGET_MODEL), **own).address
         common: dict[str, Any] = {"tokenizer": str(TARGET_MODEL), "target": targets, "draft": draft}
+        page = f"{LOOPBACK}:{free_port()}"
+        pages = {AUTO.name: {"metrics_address": page}, OFF.name: {}}
         addresses = {
-            name: started("coordinator", CoordinatorSettings, **common).address for name in (AUTO.name, OFF.name)
+            name: started("coordinator", CoordinatorSettings, **common, **own).address for name, own in pages.items()
         }
 
         def rate(name: str, number: int) -> float:
             variant = AUTO if name == AUTO.name else OFF
             texts = chosen_prompts(number, asked.streams)
             streams = asyncio.run(run_streams([addresses[name]], variant, rule, texts, asked.max_tokens))
-            refusals.extend(stream.statistics.draft_refusals for stream in streams)
             return block_of(name, streams, 0.0).tokens_per_s
 
-        refusals: list[int] = []
         for name in addresses:
             rate(name, 0)
         ratio = compared(rate, (AUTO.name, OFF.name), asked.pairs, done)
-        return ratio, sum(refusals)
+        return ratio, refusals_on(page)
+
+
+def free_port() -> int:
+    """Returns a port that nothing listens at now."""
+    with socket.socket() as own:
+        own.bind((LOOPBACK, 0))
+        port: int = own.getsockname()[1]
+    return port
+
+
+def refusals_on(page: str) -> int:
+    """Returns the sessions that drafts refused, by a coordinator's metrics."""
+    with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return round(sum(float(line.split()[1]) for line in lines if line.startswith(REFUSALS)))
 
 
 def options() -> argparse.Namespace:
