@@ -21,6 +21,7 @@ BENCHMARKS = (
     "proposers",
     "chat_pair",
     "concurrency",
+    "fleet",
     "engine",
     "step",
     "tensor_parallel",

@@ -60,6 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return counts
 
 
+@pytest.mark.more
 def test_known_functions_are_on_their_ways(found: dict[str, Any]) -> None:
     """Claim: a way has the functions that every reader knows to be on it, of all services and threads, and nothing but
     product code. Conclusive: the acceptance rule concludes the prompt's round and every other, and only the way to the
@@ -78,6 +79,7 @@ def test_known_functions_are_on_their_ways(found: dict[str, Any]) -> None:
     assert drafting == [True, True, False]
 
 
+@pytest.mark.more
 def test_the_counts_of_ways_agree_with_each_other(found: dict[str, Any]) -> None:
     """Claim: two requests in one process take the same way but for a few functions, and so do rounds without
     speculation; and the counts of a way bound each other. Conclusive: of some 230 and 460 functions at most a tenth are
@@ -92,6 +94,7 @@ def test_the_counts_of_ways_agree_with_each_other(found: dict[str, Any]) -> None
             assert 0.9 * max(functions) <= own["on_all"] <= min(functions), (own["on_all"], functions)
 
 
+@pytest.mark.more
 def test_a_request_holds_its_own_objects_only(found: dict[str, Any]) -> None:
     """Claim: session, statistics and trace of a request count, each class once, and nothing that requests share: peers,
     metrics, tables of the policy. Conclusive: both kinds are named."""

@@ -75,6 +75,7 @@ def draft(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.more
 def test_it_learns(draft: Path):
     """Claim: held-out acceptance under every rule and temperature rises far above that of the untrained student, which
     starts from the target's embeddings and last layer."""
@@ -144,6 +145,7 @@ def end_of_main() -> int | str | None:
     return ended.value.code
 
 
+@pytest.mark.more
 def test_what_belongs_to_other_settings_is_refused(
     draft: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -187,6 +189,7 @@ def test_its_draft_is_served_and_changes_no_text(draft: Path):
     assert accepted > 0 and len(drawn.token_ids) > 0
 
 
+@pytest.mark.more
 def test_tokens_it_lacks_are_never_proposed(draft: Path):
     """Claim: for contexts of tokens that it knows and that it does not, the draft's logits are those of `transformers`
     for its own ids, and minus infinity at every id outside its map; such a folder is refused as a target."""
@@ -209,6 +212,7 @@ def test_tokens_it_lacks_are_never_proposed(draft: Path):
         load_model(str(draft))
 
 
+@pytest.mark.more
 def test_a_draft_with_a_part_of_the_tokens_says_so(draft: Path, texts: Path) -> None:
     """Claim: Describe and the log tell that it has a part of the target's tokens, their number, and their share of the
     tokens that the target wrote in the held-out texts. Conclusive: the share is counted here, token by token."""

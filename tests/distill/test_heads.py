@@ -48,6 +48,7 @@ def plan_of(tokens: int) -> Plan:
     return Plan("kl", (1.0,), 1e-2, 256, tokens, 0.0, tokens // 4, 9, 0, "cpu", False, "settings", "texts")
 
 
+@pytest.mark.more
 def test_agreement_rises_within_seconds(target: Path, tmp_path: Path) -> None:
     """Claim: trained on texts in which every token decides the next ones, three heads on a frozen random target are
     right at nearly all held-out positions, each at its own distance; the target does not change.

@@ -43,6 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return pair
 
 
+@pytest.mark.more
 def test_the_target_learns(pair: Pair) -> None:
     """Claim: held-out loss falls far below that of a uniform guess.
 
@@ -54,6 +55,7 @@ def test_the_target_learns(pair: Pair) -> None:
     assert report["heldout_loss_after"] < uniform - 1
 
 
+@pytest.mark.more
 def test_the_draft_learns_the_target(pair: Pair) -> None:
     """Claim: acceptance on held-out texts of the target rises under every rule at every temperature, or is near 1, as
     where greedy texts of so small a target are one token; and the draft is what `specdec distill` makes with the
@@ -66,6 +68,7 @@ def test_the_draft_learns_the_target(pair: Pair) -> None:
     assert [file.read_text() for file in files] == [own.text for own in data.read_corpus(pair.data / "train.jsonl")]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "layer_count"), [("target", SMALL.layer_count), ("draft", 1)])
 def test_the_result_is_a_model_folder(pair: Pair, name: str, layer_count: int) -> None:
     """Claim: `transformers` loads model and tokenizer as they lie, in bf16, with `<|end|>` as the end."""
@@ -80,6 +83,7 @@ def test_the_result_is_a_model_folder(pair: Pair, name: str, layer_count: int) -
     assert output.shape[1] > len(words(text).input_ids)
 
 
+@pytest.mark.more
 def test_evaluate_reports_the_pair(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """Claim: the last command of the recipe gives losses and acceptances, each acceptance a share."""
     prompts = str(pair.data / "heldout_prompts.jsonl")
@@ -127,6 +131,7 @@ def test_tokens_behind_the_reference_are_learned() -> None:
     assert chosen.tolist() == [5, 2] and own.grad is not None and own.grad.tolist() == [1, 0, 0, 1, 0]
 
 
+@pytest.mark.more
 def test_equal_seeds_give_equal_weights(pair: Pair) -> None:
     """Claim: a run of given steps is a function of its seed; conclusive because another seed gives other bytes."""
     written = []
@@ -138,6 +143,7 @@ def test_equal_seeds_give_equal_weights(pair: Pair) -> None:
     assert written[0] == written[1] != written[2]
 
 
+@pytest.mark.more
 def test_a_second_tokenizer_is_equal(pair: Pair) -> None:
     """Claim: the tokenizer is a function of the files alone."""
     again = pair.root / "tokenizer-again"
@@ -145,6 +151,7 @@ def test_a_second_tokenizer_is_equal(pair: Pair) -> None:
     assert (again / "tokenizer.json").read_bytes() == (pair.root / "tokenizer" / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.more
 def test_every_file_of_the_tokens_begins_with_the_end_token(pair: Pair) -> None:
     """Claim: as many `<|end|>` as files: none inside a text, one before each."""
     token_ids = tokenizer.read_tokens(pair.data, "heldout")

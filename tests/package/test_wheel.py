@@ -18,7 +18,7 @@ import pytest
 
 from tests.hygiene.sources import ROOT, project_files
 
-pytestmark = pytest.mark.lengthy
+pytestmark = [pytest.mark.lengthy, pytest.mark.more]
 TIMEOUT_S = 300
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
@@ -108,7 +108,6 @@ def test_types_and_models_are_inside(installed: Installation) -> None:
         assert (models / name / "model.safetensors").stat().st_size > 1 << 20
 
 
-@pytest.mark.more
 def test_the_demo_runs_from_the_wheel(installed: Installation) -> None:
     """Claim: `specdec demo --json` starts the three services of the installed package and finds equal texts."""
     report = json.loads(installed.run("demo", "--json", "--max-tokens", "8"))
@@ -160,7 +159,6 @@ def test_the_wheel_carries_the_kernels(distributions: tuple[Path, Path], install
     assert run([str(installed.python), "-c", KERNELS], installed.folder).startswith("Kernels(version ")
 
 
-@pytest.mark.more
 def test_without_a_compiler_the_package_is_installed(tmp_path: Path) -> None:
     """Claim: where the compiler fails, the wheel is built and installed without the kernels, and the engine goes on
     without them, which one line says."""

@@ -20,9 +20,6 @@ NOISE = 0.02  # of a mean over four runs: steps jitter, and now and then one pau
 NOISE_BESIDE = 0.06  # where the others' rows set the step time, and their plans differ from run to run
 STREAMS_MANY = 8  # more are left to the command: they take a minute
 FAILING = {name: cell for name, cell in CELLS.items() if not cell.pays and len(cell.world.texts) <= STREAMS_MANY}
-# Sessions begin to draft one by one, and the first slows the steps of all: below the bar.
-MISSED = {f"{count} streams, poor draft on the target's cores": 0.94 for count in (2, 4, 8)}
-MISSED["gains on its own, loses by shared cores"] = 0.94  # tried again, as what was measured fades
 # Between others, or of the longest: run with the longer tests.
 SELDOM = (
     "poor draft, RTT 10 ms",
@@ -37,10 +34,10 @@ PAYING = ("acceptance 0.7, RTT 0 ms", "acceptance 0.7, RTT 7 ms", "acceptance 0.
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.more] * (name in SELDOM)) for name in FAILING])
 def test_a_draft_of_no_use_costs_next_to_nothing(name: str) -> None:
     """Claim: 0.98 of off, reached within 2 s of the change. Conclusive: the whole time counts, exploration included;
-    off runs in the same world with the same seeds. Four cells known to miss the bar may not fall further."""
+    off runs in the same world with the same seeds."""
     result = run(name, 4)
     noise = NOISE_BESIDE if FAILING[name].is_beside else NOISE
-    assert result.share >= MISSED.get(name, OF_OFF - noise), (result.off, result.auto)
+    assert result.share >= OF_OFF - noise, (result.off, result.auto)
 
 
 @pytest.mark.more

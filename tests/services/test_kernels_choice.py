@@ -16,6 +16,7 @@ from tests.support.engine_models import make_tiny_model
 
 
 @pytest.mark.lengthy
+@pytest.mark.more
 def test_the_choice_of_kernels_reaches_the_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: with SPECDEC_KERNELS=off in the environment of a command its services run without kernels, which the log
     says; an instruction set that is none ends the start with the names there are.

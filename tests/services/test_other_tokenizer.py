@@ -37,6 +37,7 @@ def test_speculation_changes_nothing(services: Services, temperature: float) -> 
     assert 0 < accepted < drafted
 
 
+@pytest.mark.more
 def test_characters_that_tokens_cut(services: Services) -> None:
     """Claim: a prompt of characters that both tokenizers cut, each elsewhere, is continued with the same tokens."""
     prompt = "# 日本語のテキスト 🎉🎉 café\nnames = {'é': 'ω',"
@@ -45,6 +46,7 @@ def test_characters_that_tokens_cut(services: Services) -> None:
     assert on.comparable == off.comparable and on.finished.statistics.num_draft_tokens > 0
 
 
+@pytest.mark.more
 def test_rejection_states_the_common_tokens_only(services: Services) -> None:
     """Claim: under REJECTION, whose draft distributions travel, tokens pass too, and all lie in the vocabulary. Eight
     texts: of one, which may end in a cycle that this draft never guesses, no token need pass."""
@@ -54,6 +56,7 @@ def test_rejection_states_the_common_tokens_only(services: Services) -> None:
     assert all(len(outcome.token_ids) == 80 and max(outcome.token_ids) < 4096 for outcome in outcomes)
 
 
+@pytest.mark.more
 async def test_the_draft_says_which_tokens_it_has(services: Services) -> None:
     """Claim: Describe tells the relation, the number of common tokens, and the share they have of a sample text."""
     assert services.draft is not None

@@ -31,7 +31,9 @@ def check(policy: str, outcome: Outcome) -> None:
         assert "off" in statistics.policy_reason and statistics.predicted_tokens_per_s > 0
 
 
-@pytest.mark.parametrize("of_service", ["auto", "fixed", "off"])
+@pytest.mark.parametrize(
+    "of_service", ["auto", *(pytest.param(name, marks=pytest.mark.more) for name in ("fixed", "off"))]
+)
 def test_the_requests_policy_counts_else_the_services(table_services: Services, of_service: str) -> None:
     """Claim (docs/performance.md): `auto`, `fixed` and `off`, by request and by service; the statistics hold
     prediction, result and reason. Conclusive: every pair of the two, distinguished by their counts; all texts are

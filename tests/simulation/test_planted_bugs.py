@@ -10,7 +10,12 @@ from tests.simulation.schedule import run_seed
 
 SCHEDULE_COUNT = 1500
 RARE = "dead nodes stay usable"  # only in some thousand schedules
-LATE = (RARE, "cells are moved one after the other")  # found after hundreds: for make test-more
+LATE = (  # found after hundreds, or after long schedules: for make test-more
+    RARE,
+    "cells are moved one after the other",
+    "a replica that is no member is never removed",
+    "a session without space is never tried again",
+)
 CASES = [pytest.param(bug, id=bug.title, marks=[pytest.mark.more] * (bug.title in LATE)) for bug in BUGS]
 
 
