@@ -107,8 +107,9 @@ bench-engine: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## Time 
 	@$(BIN)/python -m bench.engine
 	@$(BIN)/python -m bench.step
 
-proto: install  ## Regenerate the stubs in specdec/v1 and the image of the public service.
+proto: install  ## Regenerate what follows from proto/: stubs, the values of a request, the image of the public service.
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto
+	@$(BIN)/python proto/fields.py
 	@$(BIN)/buf build proto --type specdec.v1.CoordinatorService --exclude-source-info -o proto/public.binpb
 
 lock: install  ## Resolve what the images install again, and write it with hashes to requirements.lock.

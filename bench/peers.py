@@ -63,7 +63,9 @@ def ours(place: Placed, engine: EngineAlone, rule: str, max_tokens: int, cyclic:
     def alone(prompt_id: int, prompt: str) -> float:
         ids = tuple(tokenizer.encode(prompt).ids)
         torch.set_num_threads(1)
-        return engine.generate(ResolvedSamplingParams(kind, prompt_id, len(ids), temperature), ids, max_tokens)[1]
+        return engine.generate(
+            ResolvedSamplingParams(kind, prompt_id, len(ids), temperature=temperature), ids, max_tokens
+        )[1]
 
     def through_services(variant: Variant) -> Contender:
         def run(prompt_id: int, prompt: str) -> float:

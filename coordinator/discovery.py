@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdec.config import is_literal, is_loopback, read_addresses, split_address
-from specdec.protocol.types import REPLICA_COUNT_MAX
+from specdec.protocol.limits import REPLICA_COUNT_MAX
 from specdec.telemetry.logs import get_logger
 
 NAME_PERIOD_S = 5.0

@@ -20,7 +20,8 @@ from specdec.coordinator.recording import Recorder
 from specdec.coordinator.statistics import RequestStatistics
 from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol import events
-from specdec.protocol.items import UINT32_MAX, Failure, Nodes, Open, VerificationResult
+from specdec.protocol.items import Failure, Nodes, Open, VerificationResult
+from specdec.protocol.limits import UINT32_MAX
 from specdec.protocol.records import RoundRecord, RoundTimes
 from specdec.protocol.rejection import conclude, logprobs_of
 from specdec.protocol.report import Delta, Event, Finished, Round, Started

@@ -23,9 +23,10 @@ from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import LIKELIHOOD_MIN, GrowingNode, GrowingTree
-from specdec.protocol.items import UINT32_MAX, Commit, Extend, MissingTokens, Nodes, Open
+from specdec.protocol.items import Commit, Extend, MissingTokens, Nodes, Open
+from specdec.protocol.limits import UINT32_MAX, check_token_ids
 from specdec.protocol.noise import Lane, uniform_bits
-from specdec.protocol.types import Description, Rule, check_token_ids
+from specdec.protocol.types import Description, Rule
 from specdec.replica.handler import ABANDONED_S, Reply, check_params_tokens
 from specdec.telemetry.spans import Span, SpanKind, draft_span_id
 from specdec.telemetry.tracing import Tracing

@@ -11,7 +11,8 @@ from specdec.draft_service.drafter import BRANCH_COUNT, TREE_CELLS, Drafter, Dra
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.scheduling.feed import Feed
 from specdec.engine.scheduling.scheduler import Engine
-from specdec.protocol.types import TOKENS_MAX, Description, ResolvedSamplingParams, Rule
+from specdec.protocol.limits import TOKENS_MAX
+from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
 from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
 from specdec.telemetry.logs import get_logger
 from specdec.telemetry.tracing import Tracing
@@ -22,7 +23,10 @@ def sample_feed(table: BlockTable, context_length: int, row_count: int) -> Draft
     """Returns `row_count` nodes below the committed tokens, or those tokens if it is 0."""
     if not row_count:
         return Feed(table, 0, [0] * context_length, 0, [])
-    path, params = TokenPath([0] * context_length, context_length, [0]), ResolvedSamplingParams(Rule.GREEDY, 0, 1, 0.0)
+    path, params = (
+        TokenPath([0] * context_length, context_length, [0]),
+        ResolvedSamplingParams(Rule.GREEDY, 0, 1, temperature=0.0),
+    )
     requests = [ProposalRequest(params, path, TOKENS_MAX, (0,), BRANCH_COUNT)] * row_count
     paths = [[context_length + index] for index in range(row_count)]
     return Feed(table, context_length, [0] * row_count, row_count, requests, paths=paths)

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
 from specdec.protocol.items import Open
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT
+from specdec.protocol.limits import DRAFT_LENGTH_LIMIT
 from specdec.replica.handler import ABANDONED_S, Reply, log_names
 from specdec.replica.metrics import COUNTERS
 from specdec.target_service.session import TargetSession

@@ -21,7 +21,7 @@ from specdec.v1 import target_service_pb2 as target_pb
 def sample_feed(table: BlockTable, context_length: int, row_count: int) -> Feed[VerificationRequest, SamplerOutput]:
     """Returns a verification of `row_count` - 1 draft tokens that wants the proposals of heads, or its context if
     `row_count` is 0."""
-    params, committed = ResolvedSamplingParams(Rule.GREEDY, 0, 1, 0.0), [0] * (context_length + 1)
+    params, committed = ResolvedSamplingParams(Rule.GREEDY, 0, 1, temperature=0.0), [0] * (context_length + 1)
     request = VerificationRequest(params, 0, committed, (0,) * (row_count - 1), wants_heads=True)
     if not row_count:
         return Feed(table, 0, [0] * context_length, 0, request)

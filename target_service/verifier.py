@@ -15,8 +15,9 @@ from specdec.engine.interface import tree_paths
 from specdec.engine.scheduling.feed import Feed, StepTiming
 from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import InvalidRequest
-from specdec.protocol.items import UINT32_MAX, Extend, MissingTokens, Open, Verification, VerificationResult
-from specdec.protocol.types import Description, SamplerOutput, check_token_ids
+from specdec.protocol.items import Extend, MissingTokens, Open, Verification, VerificationResult
+from specdec.protocol.limits import UINT32_MAX, check_token_ids
+from specdec.protocol.types import Description, SamplerOutput
 from specdec.replica.handler import Reply, check_params_tokens
 from specdec.step_curve import StepCurve
 from specdec.target_service.admission import TURNAROUND_S, Admission

@@ -57,7 +57,7 @@ class Cell:
     def params(self) -> ResolvedSamplingParams:
         """The sampling of every session of the cell."""
         rule, temperature = rule_of(self.rule)
-        return ResolvedSamplingParams(rule, 1, self.context, temperature)
+        return ResolvedSamplingParams(rule, 1, self.context, temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True)

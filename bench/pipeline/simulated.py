@@ -54,7 +54,8 @@ def measure_steps(target_model: Path, dtype: str, draft_dtype: str, rules: Seque
     target = step_times_ms(load(target_model, dtype), [(1, rows) for rows in ROW_COUNTS], repeats)
     set_startup_objects_aside()  # as services do
     all_params = [
-        ResolvedSamplingParams(rule, 1, DRAFT_CONTEXT, temperature) for rule, temperature in map(rule_of, rules)
+        ResolvedSamplingParams(rule, 1, DRAFT_CONTEXT, temperature=temperature)
+        for rule, temperature in map(rule_of, rules)
     ]
     forward = step_times_ms(
         load(DRAFT_MODEL, draft_dtype), [(nodes_per_step, 1) for nodes_per_step in NODE_COUNTS_PER_STEP], repeats

@@ -43,7 +43,7 @@ from specdec.engine.loading.model_folder import ModelFolder, open_with_bar
 from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
-from specdec.protocol.types import TEMPERATURE_MIN
+from specdec.protocol.fields import TEMPERATURE_MIN
 from specdec.terminal import make_console
 
 MAY_CHANGE = {

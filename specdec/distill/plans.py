@@ -16,7 +16,8 @@ from specdec.chat.template import ChatTemplate
 from specdec.distill.writing import Passage, TextOrder
 from specdec.engine.retokenizer import first_tokens
 from specdec.errors import ConfigError
-from specdec.protocol.types import RECORD_SIGNS, TEMPERATURE_MAX, TokenKind
+from specdec.protocol.fields import TEMPERATURE_MAX
+from specdec.protocol.types import RECORD_SIGNS, TokenKind
 from specdec.tokenizer_file import whole_tokenizer
 
 MARK = "\u241e"  # stands for the user's words while a template is rendered

@@ -9,10 +9,10 @@ from __future__ import annotations
 from specdec.policy.acceptance import Acceptance, expected_accepted
 from specdec.policy.mean import Mean
 from specdec.policy.steps import StepTimes
+from specdec.protocol.limits import DRAFT_LENGTH_LIMIT
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Prediction
 from specdec.protocol.records import RoundRecord
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT
 
 WAIT_S = 0.05  # default, also of the service: enough for the tokens of a slow draft over a slow link
 LOAD_MIN, SHRINK_GAIN = 1.5, 1.1  # least load, and ratio of goodputs, for a shorter plan: the estimates are rough

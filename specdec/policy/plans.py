@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from specdec.policy.acceptance import expected_accepted
 from specdec.policy.draft_time import DraftTimes
+from specdec.protocol.limits import SIBLINGS_MAX
 from specdec.protocol.plan import LOCAL_PLAN, OFF_PLAN, Plan
-from specdec.protocol.types import SIBLINGS_MAX, Rule
+from specdec.protocol.types import Rule
 
 CHAINS = Plan(2, 3, 1, 2), Plan(4, 5, 1, 4)
 STREAMING_TREES = Plan(4, 12, 4), Plan(16, 32, 8)

@@ -11,7 +11,8 @@ import bisect
 import functools
 from collections.abc import Hashable
 
-from specdec.protocol.types import CONFIDENCE_EDGES, CONFIDENCE_MAX, Rule
+from specdec.protocol.limits import CONFIDENCE_MAX
+from specdec.protocol.types import CONFIDENCE_EDGES, Rule
 
 PRIOR_COUNT = 8.0  # weight of the prior, in outcomes
 COUNT_MAX = 2048.0  # a fuller count is halved, so that it follows a changing text

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from specdec.errors import ModelRefused
-from specdec.protocol.types import TOKENS_MAX
+from specdec.protocol.limits import TOKENS_MAX
 
 ID_LIMIT = f"an id must be an integer from 0 to {TOKENS_MAX - 1}"
 

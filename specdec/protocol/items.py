@@ -11,23 +11,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable
-from specdec.protocol.tree_shape import check_shape, depth_of
-from specdec.protocol.types import (
+from specdec.protocol.limits import (
     DRAFT_LENGTH_LIMIT,
+    EXTEND_TOKEN_COUNT_MAX,
     NODES_PER_STEP_LIMIT,
     SIBLINGS_MAX,
     TOKENS_MAX,
-    DraftProbs,
-    ResolvedSamplingParams,
-    Rule,
-    SamplerOutput,
+    UINT32_MAX,
     check_integer,
     check_salt,
 )
-
-UINT32_MAX = (1 << 32) - 1
-EXTEND_TOKEN_COUNT_MAX = 2048
-ITEM_COUNT_MAX = 1024  # of one message of a stream
+from specdec.protocol.tree_shape import check_shape, depth_of
+from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,366 +1,223 @@
-"""The limit of every field of the wire: one table, by message and field.
+"""The limits that several fields of the wire have, or the code needs by their names, and the checks of values.
 
-A repeated field has two limits: of its entries, and, under its name with `[]`, of each entry (messages have fields of
-their own); so have numbers packed in bytes. Strings are counted in characters, or in bytes (`is_bytes`). `Limit.fields`
-is written in groups: `A,B.x,y` are the fields x and y of the messages A and B. Sizes of what a peer sends are checked
-before it is read.
+A field names its limit in its proto file, where a limit of that field alone stands too (field.proto;
+`specdec.rpc.limits` reads both). A repeated field has two limits: of its entries (`limit`), and of each entry (`each`);
+so have numbers packed in bytes. Strings are counted in characters, or in bytes (`is_bytes`). Sizes of what a peer sends
+are checked before it is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 
-from specdec.protocol import heads, items, report, request, types
+from specdec.errors import InvalidRequest
+from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX
 
-BOTH_SAMPLING = "SamplingParams,ResolvedSamplingParams"
+UINT32_MAX = (1 << 32) - 1
+UINT64_MAX = SEED_MAX = (1 << 64) - 1
+TOKENS_MAX = 1 << 24
+EXTEND_TOKEN_COUNT_MAX = 2048
+DELTA_TOKEN_COUNT_MAX = 1024
+STOP_STRING_BYTES_MAX = 256
+PARAMS_STOP_TOKEN_COUNT_MAX = 128
+LOGPROBS_MAX = 20
+REPLICA_COUNT_MAX = 1024
+LABEL_LENGTH_MAX = PROMPT_CACHE_KEY_LENGTH_MAX = CACHE_SALT_LENGTH_MAX = 128
+INSTANCE_LENGTH_MAX = 64
+DIGEST_LENGTH_MAX = 128
+NAME_LENGTH_MAX = FAILURE_TEXT_LENGTH_MAX = 4096
+FAILURE_WORD_LENGTH_MAX = 256
+DRAFT_LENGTH_LIMIT = 64
+DRAFT_PROBS_TOKEN_COUNT_MAX = 1024
+NODES_PER_STEP_LIMIT = 64
+SIBLINGS_MAX = 3
+NODES_PER_ITEM_MAX = (2 + SIBLINGS_MAX) * NODES_PER_STEP_LIMIT
+CONFIDENCE_MAX = 17
+STEP_TIME_COUNT_MAX = 16
+ITEM_COUNT_MAX = 1024
+ROUND_POSITIONS_MAX = DRAFT_LENGTH_LIMIT + 1
+CANDIDATES_MAX = HEADS_MAX * HEAD_CANDIDATES
+REPORTED = "reported or compared; no memory depends on it"
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The range [low, high] of numbers or sizes, its name, the reason for it, and the fields that have it."""
+    """The range [low, high] of numbers or sizes, its name, and the reason for it. `fields`: of methods, what of them
+    has it, in groups: `A,B.x,y` are x and y of A and B."""
 
     name: str
     high: float
     reason: str
-    fields: str
+    fields: str = ""
     low: float = 0
     is_bytes: bool = False
 
     def field_names(self) -> Iterator[str]:
-        """Yields `Message.field` for each field."""
+        """Yields `Service/Method.what` for each of `fields`."""
         for group in self.fields.split():
             messages, _, names = group.partition(".")
             yield from (f"{message}.{name}" for message in messages.split(",") for name in names.split(","))
 
 
-TOKENS = (
+_NAMED = (
     Limit(
         "TOKENS_MAX",
-        types.TOKENS_MAX,
+        TOKENS_MAX,
         "no model has more positions or token ids; those of the served model are checked once it is known",
-        f"""TokenIds.ids,ids[] Resume.output_token_ids,output_token_ids[] {BOTH_SAMPLING}.stop_token_ids[],min_tokens
-        SamplingParams,Started.max_tokens ResolvedSamplingParams,Started.prompt_length LogitBias,TreeNode.token_id
-        OpenItem.length_max,vocabulary_size DescribeResponse.vocabulary_size,positions_max,end_token_ids[]
-        DescribeResponse.draft_vocabulary_size ExtendItem.start_position,token_ids[] MissingTokensItem.known_length
-        DraftProbs.token_id_steps[]
-        VerifyItem.base_position,suffix_token_ids[],draft_token_ids[] CommitItem.committed_length,suffix_token_ids[]
-        VerificationResultItem.recovered_token_ids[],head_token_ids[],cached_prompt_tokens
-        Logprobs,TokenLogprobs.top_token_ids[]
-        NodesItem.root_length Moved.first_output_index Delta.first_output_index,token_ids[] Finished.stop_token_id
-        Round.draft_token_ids[] Usage.prompt_tokens,output_tokens Statistics.cached_prompt_tokens""",
     ),
     Limit(
         "EXTEND_TOKEN_COUNT_MAX",
-        items.EXTEND_TOKEN_COUNT_MAX,
+        EXTEND_TOKEN_COUNT_MAX,
         "a longer item would keep those of other sessions waiting",
-        "ExtendItem.token_ids VerifyItem,CommitItem.suffix_token_ids",
         low=1,
     ),
     Limit(
         "DELTA_TOKEN_COUNT_MAX",
-        report.DELTA_TOKEN_COUNT_MAX,
+        DELTA_TOKEN_COUNT_MAX,
         "with log-probabilities, text and rounds a message stays below a client's own limit of 4 MiB",
-        "Delta.token_ids,kinds,text_lengths,logprobs,proposers,rounds",
         low=1,
     ),
-)
-SAMPLING = (
-    Limit(
-        "TEMPERATURE_MAX",
-        types.TEMPERATURE_MAX,
-        "the target distribution is flat there; between 0 and TEMPERATURE_MIN float64 fails",
-        f"{BOTH_SAMPLING}.temperature",
-    ),
-    Limit("TOP_K_MAX", types.TOP_K_MAX, "above every vocabulary", f"{BOTH_SAMPLING}.top_k"),
-    Limit("probability", 1, "a probability", f"{BOTH_SAMPLING}.top_p,min_p Statistics.draft_acceptance_rate"),
-    Limit(
-        "REPETITION_PENALTY_MAX",
-        types.REPETITION_PENALTY_MAX,
-        "a seen token is as good as certain or impossible there",
-        f"{BOTH_SAMPLING}.repetition_penalty",
-        low=types.REPETITION_PENALTY_MIN,
-    ),
-    Limit(
-        "PENALTY_MAX",
-        types.PENALTY_MAX,
-        "the range of other inference servers",
-        f"{BOTH_SAMPLING}.presence_penalty,frequency_penalty",
-        low=-types.PENALTY_MAX,
-    ),
-    Limit(
-        "LOGIT_BIAS_COUNT_MAX",
-        types.LOGIT_BIAS_COUNT_MAX,
-        "each entry is work for the sampler at every position",
-        f"{BOTH_SAMPLING}.logit_bias",
-    ),
-    Limit(
-        "LOGIT_BIAS_MAX",
-        types.LOGIT_BIAS_MAX,
-        "a token is certain or impossible there",
-        "LogitBias.bias",
-        low=-types.LOGIT_BIAS_MAX,
-    ),
-    Limit("SEED_LIMIT", types.SEED_LIMIT - 1, "64 bits", f"{BOTH_SAMPLING},Started.seed"),
-    Limit(
-        "STOP_STRING_COUNT_MAX",
-        request.STOP_STRING_COUNT_MAX,
-        "each is searched for after every token",
-        "SamplingParams.stop",
-    ),
-    Limit(
-        "STOP_STRING_BYTES_MAX",
-        request.STOP_STRING_BYTES_MAX,
-        "as much text is held back",
-        "SamplingParams.stop[] Finished.stop_string",
-        is_bytes=True,
-    ),
-    Limit(
-        "STOP_TOKEN_COUNT_MAX",
-        request.STOP_TOKEN_COUNT_MAX,
-        "each is masked at every position before min_tokens",
-        "SamplingParams.stop_token_ids",
-    ),
+    Limit("probability", 1, "a probability"),
+    Limit("SEED_MAX", SEED_MAX, "64 bits"),
+    Limit("STOP_STRING_BYTES_MAX", STOP_STRING_BYTES_MAX, "as much text is held back", low=1, is_bytes=True),
     Limit(
         "PARAMS_STOP_TOKEN_COUNT_MAX",
-        types.PARAMS_STOP_TOKEN_COUNT_MAX,
+        PARAMS_STOP_TOKEN_COUNT_MAX,
         "the stop tokens of a request and the end tokens of its model together",
-        "ResolvedSamplingParams.stop_token_ids DescribeResponse.end_token_ids",
     ),
-    Limit(
-        "LOGPROBS_MAX",
-        types.LOGPROBS_MAX,
-        "as many are sorted out and sent for every position",
-        f"{BOTH_SAMPLING}.logprobs TokenLogprobs.top_token_ids,top_logprobs",
-    ),
-    Limit(
-        "log-probability",
-        0,
-        "a logarithm of a probability",
-        "TokenLogprobs.logprob,top_logprobs[] Logprobs.draft[],recovered[],top[]",
-        low=-math.inf,
-    ),
-    Limit("one text", 1, "several texts per request are not offered", "SamplingParams.n", low=1),
-)
-NAMES = (
-    Limit(
-        "REPLICA_COUNT_MAX",
-        types.REPLICA_COUNT_MAX,
-        "of a pool: each has a connection with pings",
-        "CoordinatorDescribeResponse.targets,drafts",
-    ),
-    Limit("LABEL_LENGTH_MAX", request.LABEL_LENGTH_MAX, "every log line contains it", "GenerateRequest.label"),
-    Limit(
-        "PROMPT_CACHE_KEY_LENGTH_MAX",
-        request.PROMPT_CACHE_KEY_LENGTH_MAX,
-        "enough for a random name; it is digested",
-        "GenerateRequest.prompt_cache_key",
-    ),
-    Limit(
-        "INSTANCE_LENGTH_MAX",
-        types.INSTANCE_LENGTH_MAX,
-        "a random number in hexadecimal",
-        "DescribeResponse.instance",
-    ),
-    Limit(
-        "CACHE_SALT_LENGTH_MAX",
-        types.CACHE_SALT_LENGTH_MAX,
-        "enough for a random salt; it is digested with the blocks",
-        "GenerateRequest,OpenItem.cache_salt",
-    ),
+    Limit("LOGPROBS_MAX", LOGPROBS_MAX, "as many are sorted out and sent for every position"),
+    Limit("log-probability", 0, "a logarithm of a probability", low=-math.inf),
+    Limit("REPLICA_COUNT_MAX", REPLICA_COUNT_MAX, "of a pool: each has a connection with pings"),
+    Limit("LABEL_LENGTH_MAX", LABEL_LENGTH_MAX, "every log line contains it"),
+    Limit("PROMPT_CACHE_KEY_LENGTH_MAX", PROMPT_CACHE_KEY_LENGTH_MAX, "enough for a random name; it is digested"),
+    Limit("INSTANCE_LENGTH_MAX", INSTANCE_LENGTH_MAX, "a random number in hexadecimal"),
+    Limit("CACHE_SALT_LENGTH_MAX", CACHE_SALT_LENGTH_MAX, "enough for a random salt; it is digested with the blocks"),
     Limit(
         "UINT32_MAX",
-        items.UINT32_MAX,
+        UINT32_MAX,
         "sessions, incarnations, rounds, epochs, nodes and stamps are numbered from 0 or 1, for the life of a stream",
-        """OpenItem,ExtendItem,CloseItem,VerifyItem,CommitItem.session,incarnation
-        MissingTokensItem,ErrorItem,VerificationResultItem,NodesItem.session,incarnation
-        VerifyItem,VerificationResultItem,Round.round_index NodesItem.epoch TreeNode.node_id,parent_back
-        LinkStamp.sequence,echo_sequence""",
     ),
-    Limit("trace id", 16, "W3C trace context", "TraceContext.trace_id", is_bytes=True),
-    Limit("span id", 8, "W3C trace context", "TraceContext.span_id", is_bytes=True),
-    Limit("hexadecimal id", 32, "16 bytes in hexadecimal digits", "Started.request_id Finished.trace_id"),
-    Limit(
-        "DIGEST_LENGTH_MAX",
-        types.DIGEST_LENGTH_MAX,
-        "twice the hexadecimal digits of SHA-256",
-        "DescribeResponse,Started,ReplicaGroup.model_digest DescribeResponse.tokenizer_fingerprint",
-    ),
-    Limit(
-        "NAME_LENGTH_MAX",
-        types.NAME_LENGTH_MAX,
-        "the name of a model may be the path of its folder",
-        "DescribeResponse.model_name,trace_service ReplicaGroup.model_name NumericsProfile.dtype,device,libraries",
-    ),
+    Limit("trace id", 16, "W3C trace context", is_bytes=True),
+    Limit("span id", 8, "W3C trace context", is_bytes=True),
+    Limit("hexadecimal id", 32, "16 bytes in hexadecimal digits"),
+    Limit("DIGEST_LENGTH_MAX", DIGEST_LENGTH_MAX, "twice the hexadecimal digits of SHA-256"),
+    Limit("NAME_LENGTH_MAX", NAME_LENGTH_MAX, "the name of a model may be the path of its folder"),
     Limit(
         "FAILURE_WORD_LENGTH_MAX",
-        types.FAILURE_WORD_LENGTH_MAX,
+        FAILURE_WORD_LENGTH_MAX,
         "a word for programs, or the path of a field; a longer one is cut",
-        "ErrorItem.reason,field",
     ),
     Limit(
-        "FAILURE_TEXT_LENGTH_MAX",
-        types.FAILURE_TEXT_LENGTH_MAX,
-        "a sentence for people; a longer one of a replica is cut",
-        """ErrorItem.message Started,Statistics.rule_reason Statistics.policy_reason
-        CoordinatorDescribeResponse.draft_absent_reason""",
+        "FAILURE_TEXT_LENGTH_MAX", FAILURE_TEXT_LENGTH_MAX, "a sentence for people; a longer one of a replica is cut"
     ),
-)
-SPECULATION = (
     Limit(
         "DRAFT_LENGTH_LIMIT",
-        types.DRAFT_LENGTH_LIMIT,
+        DRAFT_LENGTH_LIMIT,
         "draft tokens of a round, and positions of a draft tree: deeper ones are hardly ever committed",
-        """VerifyItem.draft_token_ids,draft_probs,parents,parents[] CommitItem.window,wait_length
-        Round.draft_token_ids,parents,parents[],proposers,accepted,accepted[]
-        SpeculativePolicy.num_speculative_tokens,draft_window
-        CoordinatorDescribeResponse.num_speculative_tokens,num_speculative_tokens_max,draft_window_max""",
     ),
-    Limit(
-        "positions of a round",
-        types.DRAFT_LENGTH_LIMIT + 1,
-        "its draft tokens, and the recovered or bonus token",
-        """VerificationResultItem.recovered_token_ids Round.num_output_tokens
-        Statistics.acceptance_histogram,mean_acceptance_length""",
-    ),
-    Limit(
-        "target probabilities",
-        8 * types.DRAFT_LENGTH_LIMIT,
-        "a float64 for each draft token",
-        "VerificationResultItem.target_probs",
-        is_bytes=True,
-    ),
-    Limit(
-        "target probability",
-        1,
-        "packed float64s, which hold any number",
-        "VerificationResultItem.target_probs[]",
-    ),
-    Limit(
-        "candidates of heads",
-        heads.HEADS_MAX * heads.HEAD_CANDIDATES,
-        "HEAD_CANDIDATES of each head",
-        "VerificationResultItem.head_token_ids",
-    ),
-    Limit(
-        "their confidences",
-        heads.HEADS_MAX * heads.HEAD_CANDIDATES,
-        "a byte for each candidate",
-        "VerificationResultItem.head_confidences",
-        is_bytes=True,
-    ),
-    Limit(
-        "log-probabilities of a round",
-        4 * (types.DRAFT_LENGTH_LIMIT + 1),
-        "a float32 for each position",
-        "Logprobs.draft,recovered",
-        is_bytes=True,
-    ),
-    Limit(
-        "likeliest tokens of a round",
-        types.LOGPROBS_MAX * (types.DRAFT_LENGTH_LIMIT + 1),
-        "LOGPROBS_MAX for each position",
-        "Logprobs.top_token_ids",
-    ),
+    Limit("positions of a round", ROUND_POSITIONS_MAX, "its draft tokens, and the recovered or bonus token"),
+    Limit("target probabilities", 8 * DRAFT_LENGTH_LIMIT, "a float64 for each draft token", is_bytes=True),
+    Limit("target probability", 1, "packed float64s, which hold any number"),
+    Limit("candidates of heads", CANDIDATES_MAX, "HEAD_CANDIDATES of each head"),
+    Limit("their confidences", CANDIDATES_MAX, "a byte for each candidate", is_bytes=True),
+    Limit("log-probabilities of a round", 4 * ROUND_POSITIONS_MAX, "a float32 for each position", is_bytes=True),
+    Limit("likeliest tokens of a round", LOGPROBS_MAX * ROUND_POSITIONS_MAX, "LOGPROBS_MAX for each position"),
     Limit(
         "their log-probabilities",
-        4 * types.LOGPROBS_MAX * (types.DRAFT_LENGTH_LIMIT + 1),
+        4 * LOGPROBS_MAX * ROUND_POSITIONS_MAX,
         "a float32 for each of the likeliest tokens",
-        "Logprobs.top",
         is_bytes=True,
     ),
     Limit(
         "DRAFT_PROBS_TOKEN_COUNT_MAX",
-        types.DRAFT_PROBS_TOKEN_COUNT_MAX,
+        DRAFT_PROBS_TOKEN_COUNT_MAX,
         "the draft draws from its likeliest tokens only; the codes are bytes",
-        "DraftProbs.token_id_steps,weight_codes",
         low=1,
         is_bytes=True,
     ),
-    Limit(
-        "NODES_PER_STEP_LIMIT",
-        types.NODES_PER_STEP_LIMIT,
-        "the likeliest 8 contain nearly all committed ones",
-        """CommitItem.nodes_per_step SpeculativePolicy.draft_nodes_per_step
-        CoordinatorDescribeResponse.draft_nodes_per_step_max""",
-    ),
+    Limit("NODES_PER_STEP_LIMIT", NODES_PER_STEP_LIMIT, "the likeliest 8 contain nearly all committed ones"),
     Limit(
         "NODES_PER_ITEM_MAX",
-        types.NODES_PER_ITEM_MAX,
+        NODES_PER_ITEM_MAX,
         "each evaluated node sends its children and, once, itself; further nodes count as malformed",
-        "NodesItem.nodes",
     ),
-    Limit(
-        "SIBLINGS_MAX",
-        types.SIBLINGS_MAX,
-        "a further one would be right once in thirty misses",
-        "CommitItem.siblings SpeculativePolicy.draft_siblings CoordinatorDescribeResponse.draft_siblings_max",
-    ),
-    Limit("CONFIDENCE_MAX", types.CONFIDENCE_MAX, "the bins of a confidence", "TreeNode.confidence"),
-    Limit("proposers", len(types.Proposer) - 1, "each is named once at most", "SpeculativePolicy.proposers"),
-    Limit(
-        "DRAFT_WAIT_MS_MAX",
-        request.DRAFT_WAIT_MS_MAX,
-        "a minute; a draft token is worth milliseconds",
-        "SpeculativePolicy.draft_wait_ms",
-    ),
-)
-MEASUREMENTS = (
-    Limit("HEADS_MAX", heads.HEADS_MAX, "later positions are hardly ever right", "DescribeResponse.num_heads"),
-    Limit(
-        "STEP_TIME_COUNT_MAX",
-        types.STEP_TIME_COUNT_MAX,
-        "rows grow by factors",
-        "DescribeResponse.step_times,head_times",
-    ),
-    Limit(
-        "32 bits",
-        items.UINT32_MAX,
-        "reported or compared; no memory depends on it",
-        """DescribeResponse.protocol_version NumericsProfile.tensor_parallel_size CacheSize.block_count,block_size
-        StepTime.rows,step_us ErrorItem.code,retry_after_ms NodesItem.step_us,step_rows,worked_us
-        NodesItem.active_sessions Delta.text_lengths[]
-        VerificationResultItem.queue_us,forward_us,sampling_us,step_rows,step_sessions,active_sessions
-        VerificationResultItem.step_count,preemptions Statistics.rounds,num_spec_steps,num_draft_tokens
-        Statistics.num_accepted_draft_tokens,acceptance_histogram[],draft_waits_expired,num_evaluated_nodes
-        Statistics.num_branch_nodes,num_recovered_lookups,num_recovered_hits,num_bonus_lookups,num_bonus_hits
-        Statistics.num_branch_tokens_accepted,num_rounds_off,preemptions,num_rounds_exploring,num_paths
-        Statistics.num_target_changes,num_draft_changes OpenItem.age_ms Load.sessions,load_thousandths
-        ReplicaGroup.num_replicas
-        Statistics.num_model_draft_tokens,num_model_accepted_tokens,num_ngram_draft_tokens,num_ngram_accepted_tokens
-        Statistics.num_suffix_draft_tokens,num_suffix_accepted_tokens,num_heads_draft_tokens,num_heads_accepted_tokens
-        Statistics.num_prediction_draft_tokens,num_prediction_accepted_tokens""",
-    ),
-    Limit(
-        "64 bits",
-        (1 << 64) - 1,
-        "reported or compared; no memory depends on it",
-        """CacheSize.bytes LinkStamp.sent_time_us,echo_held_us,wall_time_us
-        VerificationResultItem.server_us Statistics.draft_link_bytes,target_link_bytes,step_sessions,active_sessions""",
-    ),
-    Limit("a share", 1.0, "of all", "DescribeResponse.draft_vocabulary_share"),
-    Limit(
-        "float64",
-        math.inf,
-        "reported to the client only",
-        """Statistics.predicted_tokens_per_s,observed_tokens_per_s,exploration_loss_s
-        TimeSplit.time_to_first_token_s,total_s Round.round_s
-        TimeSplit,Round.draft_wait_s,target_queue_s,target_forward_s,target_sampling_s,target_link_s""",
-    ),
-)
-MESSAGES = (
-    Limit(
-        "ITEM_COUNT_MAX",
-        items.ITEM_COUNT_MAX,
-        "10 ms of reading, and several items for each of the usual 64 sessions",
-        "VerifyRequest,VerifyResponse,DraftRequest,DraftResponse.items",
-    ),
+    Limit("SIBLINGS_MAX", SIBLINGS_MAX, "a further one would be right once in thirty misses"),
+    Limit("CONFIDENCE_MAX", CONFIDENCE_MAX, "the bins of a confidence"),
+    Limit("HEADS_MAX", HEADS_MAX, "later positions are hardly ever right"),
+    Limit("STEP_TIME_COUNT_MAX", STEP_TIME_COUNT_MAX, "rows grow by factors"),
+    Limit("32 bits", UINT32_MAX, REPORTED),
+    Limit("64 bits", UINT64_MAX, REPORTED),
+    Limit("a share", 1.0, "of all"),
+    Limit("float64", math.inf, "reported to the client only"),
+    Limit("ITEM_COUNT_MAX", ITEM_COUNT_MAX, "10 ms of reading, and several items for each of the usual 64 sessions"),
     Limit(
         "message size",
-        (1 << 32) - 1,
+        UINT32_MAX,
         "the size of a message is limited by the connection, before it is parsed (specdec.rpc.limits)",
-        "GenerateRequest,Prediction.text Delta.text",
     ),
 )
-LIMITS = (*TOKENS, *SAMPLING, *NAMES, *SPECULATION, *MEASUREMENTS, *MESSAGES)
+LIMITS = {limit.name: limit for limit in _NAMED}
+
+
+def check_integer(field: str, value: object, low: int, high: int) -> None:
+    """Raises InvalidRequest unless `value` is an integer in [low, high]."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequest(field, value, f"an integer from {low} to {high}")
+
+
+def check_number(
+    field: str, value: object, low: float, high: float, *, is_above_low: bool = False, is_zero_allowed: bool = False
+) -> None:
+    """Raises InvalidRequest unless `value` is a finite number in [low, high]; `is_above_low`: and not `low`;
+    `is_zero_allowed`: or 0."""
+    if is_zero_allowed and value == 0:
+        return
+    is_number = not isinstance(value, bool)
+    if not (is_number and isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high):
+        raise InvalidRequest(field, value, f"{'0 or ' * is_zero_allowed}a number from {low:g} to {high:g}")
+    if is_above_low and value == low:
+        raise InvalidRequest(field, value, f"above {low:g} and at most {high:g}")
+
+
+def check_only(field: str, value: object, only: int, reason: str) -> None:
+    """Raises InvalidRequest unless `value` is the only one that the field may have."""
+    if value != only:
+        raise InvalidRequest(field, value, f"{only}: {reason}")
+
+
+def check_count(field: str, entries: Sized, high: int, unit: str) -> None:
+    """Raises InvalidRequest for more than `high` entries; `unit` is what they are, in the plural."""
+    if len(entries) > high:
+        raise InvalidRequest(field, len(entries), f"at most {high} {unit}")
+
+
+def check_texts(field: str, texts: tuple[str, ...], bytes_max: int) -> None:
+    """Raises InvalidRequest naming the first text that is empty or has more bytes of UTF-8."""
+    for index, text in enumerate(texts):
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if not 1 <= size <= bytes_max:
+            raise InvalidRequest(f"{field}[{index}]", f"{size} bytes", f"1 to {bytes_max} bytes")
+
+
+def check_salt(salt: str) -> None:
+    """Raises InvalidRequest for a cache salt that is too long; the message does not contain it."""
+    if len(salt) > CACHE_SALT_LENGTH_MAX:
+        raise InvalidRequest("cache_salt", f"{len(salt)} characters", f"at most {CACHE_SALT_LENGTH_MAX} characters")
+
+
+def check_token_ids(field: str, token_ids: tuple[int, ...], vocabulary_size: int) -> None:
+    """Raises InvalidRequest naming the first id outside [0, vocabulary_size)."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary_size:
+        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocabulary_size)
+        raise InvalidRequest(f"{field}[{index}]", bad, f"a token id from 0 to {vocabulary_size - 1}")
+
+
+def check_ascending(field: str, token_ids: tuple[int, ...]) -> None:
+    """Raises InvalidRequest unless ids are strictly ascending."""
+    later = token_ids[1:]
+    if any(map(operator.ge, token_ids, later)):
+        before, after = next((a, b) for a, b in zip(token_ids, later) if a >= b)
+        raise InvalidRequest(field, after, f"above the id before it, {before} (ascending, none twice)")

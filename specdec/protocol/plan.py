@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT
+from specdec.protocol.limits import DRAFT_LENGTH_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from specdec.protocol.calibration import confidence_bin
 from specdec.protocol.heads import HEAD_CONFIDENCE_MAX, HeadProposals
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer
+from specdec.protocol.limits import DRAFT_LENGTH_LIMIT
+from specdec.protocol.types import Proposer
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ from itertools import accumulate, zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from specdec.protocol.items import UINT32_MAX, Nodes, Verification
+from specdec.protocol.items import Nodes, Verification
+from specdec.protocol.limits import DELTA_TOKEN_COUNT_MAX, UINT32_MAX
 from specdec.protocol.policy import Prediction
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import Description, FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 
 SUMMED_TIMES_PER_S = 2**20
-DELTA_TOKEN_COUNT_MAX = 1024  # in one message: with 20 logprobs each, text and rounds below 2 MiB, of a client's 4 MiB
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,69 +10,25 @@ import enum
 from dataclasses import dataclass, field, fields
 
 from specdec.errors import InvalidRequest
-from specdec.protocol.types import (
-    DRAFT_LENGTH_LIMIT,
-    NODES_PER_STEP_LIMIT,
-    SEED_LIMIT,
-    SIBLINGS_MAX,
-    TOKENS_MAX,
-    CommonSamplingParams,
-    Description,
-    Proposer,
-    ResolvedSamplingParams,
-    Rule,
-    check_integer,
-    check_number,
-    check_salt,
-    check_temperature,
-    check_token_ids,
-)
+from specdec.protocol.fields import CommonSamplingParams, SamplingFields, SpeculativeFields
+from specdec.protocol.limits import LABEL_LENGTH_MAX, PROMPT_CACHE_KEY_LENGTH_MAX, check_salt, check_token_ids
+from specdec.protocol.types import Description, Proposer, ResolvedSamplingParams, Rule
 
 MAX_TOKENS_DEFAULT = 256
-LABEL_LENGTH_MAX = PROMPT_CACHE_KEY_LENGTH_MAX = 128
-DRAFT_WAIT_MS_MAX = 60_000
-STOP_STRING_COUNT_MAX, STOP_STRING_BYTES_MAX = 16, 256
-STOP_TOKEN_COUNT_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(CommonSamplingParams):
+class SamplingParams(SamplingFields):
     """The sampling parameters and stop conditions of a request; fields and limits as in coordinator_service.proto."""
 
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    n: int = 1
-
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            check_integer("sampling.max_tokens", self.max_tokens, 1, TOKENS_MAX)
-        check_integer("sampling.min_tokens", self.min_tokens, 0, TOKENS_MAX)
+        self.check_others()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("sampling.min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
-        check_temperature(self.temperature)
         self.check_common()
         biased = [token_id for token_id, _ in self.logit_bias]
         if len(set(biased)) != len(biased):
             raise InvalidRequest("sampling.logit_bias", sorted(biased), "without any token id twice")
-        if self.seed is not None:
-            check_integer("sampling.seed", self.seed, 0, SEED_LIMIT - 1)
-        self._check_stops()
-        if self.n != 1:
-            raise InvalidRequest("sampling.n", self.n, "1: several texts per request are not offered")
-
-    def _check_stops(self) -> None:
-        if len(self.stop) > STOP_STRING_COUNT_MAX:
-            raise InvalidRequest("sampling.stop", len(self.stop), f"at most {STOP_STRING_COUNT_MAX} strings")
-        for index, text in enumerate(self.stop):
-            size = len(text.encode("utf-8", "surrogatepass"))
-            if not 1 <= size <= STOP_STRING_BYTES_MAX:
-                raise InvalidRequest(f"sampling.stop[{index}]", f"{size} bytes", f"1 to {STOP_STRING_BYTES_MAX} bytes")
-        if len(self.stop_token_ids) > STOP_TOKEN_COUNT_MAX:
-            limit = f"at most {STOP_TOKEN_COUNT_MAX} ids"
-            raise InvalidRequest("sampling.stop_token_ids", len(self.stop_token_ids), limit)
 
 
 class SpeculationMode(enum.Enum):
@@ -83,8 +39,8 @@ class SpeculationMode(enum.Enum):
     OFF = 3
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculativePolicy:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativePolicy(SpeculativeFields):
     """How a request speculates; never changes the distribution of its text. None leaves it to the server.
 
     `draft_window`, `draft_nodes_per_step`, `draft_wait_ms` and `draft_siblings` belong to mode FIXED, which must be
@@ -92,30 +48,12 @@ class SpeculativePolicy:
     server. `report_rounds`, `report_statistics`: the client wants to see the rounds, and the statistics so far.
     """
 
-    enabled: bool = True
-    num_speculative_tokens: int | None = None
     rule: Rule | None = None
     mode: SpeculationMode | None = None
-    draft_window: int | None = None
-    draft_nodes_per_step: int | None = None
-    draft_wait_ms: float | None = None
-    draft_siblings: int | None = None
     proposers: tuple[Proposer, ...] = ()
-    report_rounds: bool = False
-    report_statistics: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens is not None:
-            field_name = "speculative.num_speculative_tokens"
-            check_integer(field_name, self.num_speculative_tokens, 0, DRAFT_LENGTH_LIMIT)
-        if self.draft_window is not None:
-            check_integer("speculative.draft_window", self.draft_window, 0, DRAFT_LENGTH_LIMIT)
-        if self.draft_nodes_per_step is not None:
-            check_integer("speculative.draft_nodes_per_step", self.draft_nodes_per_step, 1, NODES_PER_STEP_LIMIT)
-        if self.draft_wait_ms is not None:
-            check_number("speculative.draft_wait_ms", self.draft_wait_ms, 0, DRAFT_WAIT_MS_MAX)
-        if self.draft_siblings is not None:
-            check_integer("speculative.draft_siblings", self.draft_siblings, 0, SIBLINGS_MAX)
+        self.check_all()
         for name in ("draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings"):
             if getattr(self, name) is not None and self.mode is not SpeculationMode.FIXED:
                 raise InvalidRequest(f"speculative.{name}", getattr(self, name), "absent, or policy FIXED with it")
@@ -217,5 +155,5 @@ class GenerationRequest:
         seed = drawn_seed if sampling.seed is None else sampling.seed
         common = {own.name: getattr(sampling, own.name) for own in fields(CommonSamplingParams)}
         common["logit_bias"] = tuple(sorted(sampling.logit_bias))
-        common["stop_token_ids"] = self.stop_token_ids(end_token_ids)
-        return ResolvedSamplingParams(rule, seed, prompt_length, sampling.temperature, **common)
+        stop_token_ids = self.stop_token_ids(end_token_ids)
+        return ResolvedSamplingParams(rule, seed, prompt_length, stop_token_ids=stop_token_ids, **common)

@@ -42,6 +42,7 @@ from specdec.protocol.items import (
     VerificationResult,
     catch_up,
 )
+from specdec.protocol.limits import DRAFT_LENGTH_LIMIT
 from specdec.protocol.offer import NOTHING, Limits, Offer, make_offer
 from specdec.protocol.plan import Plan
 from specdec.protocol.policy import Policy
@@ -49,7 +50,7 @@ from specdec.protocol.proposers import LocalProposer, Run, head_runs
 from specdec.protocol.records import RoundRecord, RoundTokens, TargetStep, TreeUse
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import ReceivedTree
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, ResolvedSamplingParams, Rule
+from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 ANSWERS_PER_COMMIT_MAX = 1024  # items of a draft between two commits: many times the steps that a window needs
 RESEND_COUNT_MAX = 64  # times without nodes that a draft lacks tokens: commits that may be on the way to it

@@ -7,26 +7,24 @@ Frozen and checked at construction, so every instance is valid. This module know
 from __future__ import annotations
 
 import enum
-import math
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.errors import InvalidRequest
+from specdec.protocol.fields import CommonSamplingParams
 from specdec.protocol.heads import HeadProposals
+from specdec.protocol.limits import (
+    CONFIDENCE_MAX,
+    DRAFT_PROBS_TOKEN_COUNT_MAX,
+    PARAMS_STOP_TOKEN_COUNT_MAX,
+    SEED_MAX,
+    TOKENS_MAX,
+    check_ascending,
+    check_count,
+    check_integer,
+)
 
-SEED_LIMIT = 1 << 64
-TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0
-TOP_K_MAX = 1_000_000
-REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 100.0
-PENALTY_MAX = 2.0
-LOGIT_BIAS_COUNT_MAX = 1024
-LOGIT_BIAS_MAX = 100.0
-PARAMS_STOP_TOKEN_COUNT_MAX = 128  # the request's and the model's own end tokens together
-LOGPROBS_MAX = 20
-TOKENS_MAX = 1 << 24  # no model has more positions; the limit until the model's own is known
-DRAFT_PROBS_TOKEN_COUNT_MAX = 1024
 DRAFT_PROBS_WEIGHT_MAX = 0xFFFF
 # The weights of a draft distribution: sixteen to the octave, so neighbours differ by 4 %. Integers, so that no two
 # machines round them differently: the first sixteen are 65535 * 2**(-i / 16).
@@ -38,21 +36,9 @@ DRAFT_PROBS_WEIGHTS = tuple(
     + (46340, 44376, 42494, 40693, 38967, 37315, 35733, 34218)
 )
 DRAFT_PROBS_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enumerate(DRAFT_PROBS_WEIGHTS)))}
-DRAFT_LENGTH_LIMIT = 64
-NODES_PER_STEP_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 contain nearly all committed ones
-SIBLINGS_MAX = 3  # of a proposal child; a fourth would be right once in thirty misses
-NODES_PER_ITEM_MAX = (2 + SIBLINGS_MAX) * NODES_PER_STEP_LIMIT  # each evaluated node: its children and, once, itself
 CONFIDENCE_EDGES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-CONFIDENCE_MAX = len(CONFIDENCE_EDGES) + 1
-STEP_TIME_COUNT_MAX = 16
-REPLICA_COUNT_MAX = 1024  # of a pool
-INSTANCE_LENGTH_MAX = 64  # of a random number of 128 bits in hexadecimal there are 32
-DIGEST_LENGTH_MAX = 128  # of a SHA-256 in hexadecimal there are 64
-NAME_LENGTH_MAX = 4096  # of a model, which may be the path of its folder; of devices and libraries
-FAILURE_TEXT_LENGTH_MAX = 4096
-FAILURE_WORD_LENGTH_MAX = 256  # of a reason or a field
-CACHE_SALT_LENGTH_MAX = 128
-PROTOCOL_VERSION = 6
+assert len(CONFIDENCE_EDGES) + 1 == CONFIDENCE_MAX
+PROTOCOL_VERSION = 7
 
 
 class Rule(enum.Enum):
@@ -101,80 +87,6 @@ class FinishReason(enum.Enum):
     LENGTH = 2
 
 
-def check_integer(field: str, value: object, low: int, high: int) -> None:
-    """Raises InvalidRequest unless `value` is an integer in [low, high]."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequest(field, value, f"an integer from {low} to {high}")
-
-
-def check_number(field: str, value: object, low: float, high: float, beside: str = "") -> None:
-    """Raises InvalidRequest unless `value` is a finite number in [low, high]; `beside`: what else fits, in words."""
-    is_number = not isinstance(value, bool)
-    if not (is_number and isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high):
-        raise InvalidRequest(field, value, f"{beside}a number from {low:g} to {high:g}")
-
-
-def check_salt(salt: str) -> None:
-    """Raises InvalidRequest for a cache salt that is too long; the message does not contain it."""
-    if len(salt) > CACHE_SALT_LENGTH_MAX:
-        raise InvalidRequest("cache_salt", f"{len(salt)} characters", f"at most {CACHE_SALT_LENGTH_MAX} characters")
-
-
-def check_token_ids(field: str, token_ids: tuple[int, ...], vocabulary_size: int) -> None:
-    """Raises InvalidRequest naming the first id outside [0, vocabulary_size)."""
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary_size:
-        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocabulary_size)
-        raise InvalidRequest(f"{field}[{index}]", bad, f"a token id from 0 to {vocabulary_size - 1}")
-
-
-def check_ascending(field: str, token_ids: tuple[int, ...]) -> None:
-    """Raises InvalidRequest unless ids are strictly ascending."""
-    later = token_ids[1:]
-    if any(map(operator.ge, token_ids, later)):
-        before, after = next((a, b) for a, b in zip(token_ids, later) if a >= b)
-        raise InvalidRequest(field, after, f"above the id before it, {before} (ascending, none twice)")
-
-
-def check_temperature(value: object) -> None:
-    """Raises InvalidRequest unless `value` is 0 or in [TEMPERATURE_MIN, TEMPERATURE_MAX]: below, float64 fails."""
-    if value != 0:
-        check_number("temperature", value, TEMPERATURE_MIN, TEMPERATURE_MAX, "0 or ")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommonSamplingParams:
-    """The fields that a request's sampling parameters and the resolved ones share, beside the temperature."""
-
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-
-    def check_common(self) -> None:
-        """Raises InvalidRequest for a shared field outside its limits."""
-        check_integer("top_k", self.top_k, 0, TOP_K_MAX)
-        check_number("top_p", self.top_p, 0, 1)
-        if self.top_p == 0:
-            raise InvalidRequest("top_p", self.top_p, "above 0 and at most 1")
-        check_number("min_p", self.min_p, 0, 1)
-        check_number("repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
-        check_number("presence_penalty", self.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
-        check_number("frequency_penalty", self.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)
-        if len(self.logit_bias) > LOGIT_BIAS_COUNT_MAX:
-            raise InvalidRequest("logit_bias", len(self.logit_bias), f"at most {LOGIT_BIAS_COUNT_MAX} entries")
-        for token_id, bias in self.logit_bias:
-            check_integer("logit_bias.token_id", token_id, 0, TOKENS_MAX)
-            check_number("logit_bias.bias", bias, -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX)
-        if self.logprobs is not None:
-            check_integer("logprobs", self.logprobs, 0, LOGPROBS_MAX)
-
-
 @dataclass(frozen=True, slots=True)
 class ResolvedSamplingParams(CommonSamplingParams):
     """Sampling parameters with defaults filled in, and the rule and seed of the draws (see decoding/distribution.py).
@@ -186,24 +98,19 @@ class ResolvedSamplingParams(CommonSamplingParams):
     rule: Rule
     seed: int
     prompt_length: int
-    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        check_integer("seed", self.seed, 0, SEED_LIMIT - 1)
+        check_integer("seed", self.seed, 0, SEED_MAX)
         check_integer("prompt_length", self.prompt_length, 1, TOKENS_MAX)
         is_greedy = self.rule is Rule.GREEDY
         if is_greedy != (self.temperature == 0):
             limit = "0 with rule GREEDY" if is_greedy else f"above 0 with rule {self.rule.name}"
             raise InvalidRequest("temperature", self.temperature, limit)
-        check_temperature(self.temperature)
         self.check_common()
-        check_integer("min_tokens", self.min_tokens, 0, TOKENS_MAX)
         check_ascending("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))
         check_ascending("stop_token_ids", self.stop_token_ids)
-        if len(self.stop_token_ids) > PARAMS_STOP_TOKEN_COUNT_MAX:
-            raise InvalidRequest(
-                "stop_token_ids", len(self.stop_token_ids), f"at most {PARAMS_STOP_TOKEN_COUNT_MAX} ids"
-            )
+        check_count("stop_token_ids", self.stop_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX, "ids")
 
     @property
     def has_penalties(self) -> bool:

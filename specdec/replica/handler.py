@@ -19,7 +19,8 @@ from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.scheduling.scheduler import Turn
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import Close, DraftItem, Extend, MissingTokens, Open, TargetItem
-from specdec.protocol.types import Description, ResolvedSamplingParams, check_token_ids
+from specdec.protocol.limits import check_token_ids
+from specdec.protocol.types import Description, ResolvedSamplingParams
 from specdec.rpc.status import failure_from_error
 from specdec.telemetry.logs import get_logger
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import CacheExhausted, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import ITEM_COUNT_MAX, Commit, DraftItem, Failure, TargetItem, Verification
+from specdec.protocol.items import Commit, DraftItem, Failure, TargetItem, Verification
+from specdec.protocol.limits import ITEM_COUNT_MAX
 from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
 from specdec.rpc.field_count import check_large

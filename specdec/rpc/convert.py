@@ -10,36 +10,50 @@ import operator
 import sys
 from array import array
 from collections.abc import Iterable, Sequence, Sized
+from dataclasses import fields
 from itertools import accumulate
-from typing import Literal, TypeAlias, TypeVar, cast
+from operator import attrgetter
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from specdec.errors import InvalidRequest
+from specdec.protocol.fields import CommonSamplingParams
 from specdec.protocol.heads import HEADS_MAX
-from specdec.protocol.items import UINT32_MAX, Trace
-from specdec.protocol.types import (
+from specdec.protocol.items import Trace
+from specdec.protocol.limits import (
     DIGEST_LENGTH_MAX,
     DRAFT_PROBS_TOKEN_COUNT_MAX,
-    DRAFT_PROBS_WEIGHT_CODES,
-    DRAFT_PROBS_WEIGHTS,
     INSTANCE_LENGTH_MAX,
-    LOGIT_BIAS_COUNT_MAX,
     NAME_LENGTH_MAX,
     PARAMS_STOP_TOKEN_COUNT_MAX,
     STEP_TIME_COUNT_MAX,
     TOKENS_MAX,
+    UINT32_MAX,
+    check_ascending,
+    check_integer,
+    check_number,
+    check_token_ids,
+)
+from specdec.protocol.types import (
+    DRAFT_PROBS_WEIGHT_CODES,
+    DRAFT_PROBS_WEIGHTS,
     CacheSize,
     Description,
     DraftProbs,
     DraftVocabulary,
     ResolvedSamplingParams,
     Rule,
-    check_ascending,
-    check_integer,
-    check_number,
-    check_token_ids,
 )
+from specdec.rpc.wire_fields import FIELD_LIMITS
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import open_item_pb2 as open_item_pb
 from specdec.v1 import types_pb2 as types_pb
 
+_COMMON = {own.name: own.default for own in fields(CommonSamplingParams)}
+_common_of = attrgetter(*_COMMON)
+_FIELDS = coordinator_pb.SamplingParams.DESCRIPTOR.fields
+_PART_NAMES = {own.name: [part.name for part in own.message_type.fields] for own in _FIELDS if own.message_type}
+_PARTS = {name: attrgetter(*parts) for name, parts in _PART_NAMES.items()}
+_COUNTS_MAX = {own.name: int(FIELD_LIMITS[f"SamplingParams.{own.name}"].high) for own in _FIELDS if own.is_repeated}
 FloatCode: TypeAlias = Literal["d", "f"]
 Field = TypeVar("Field", bound=Sized)
 
@@ -90,23 +104,17 @@ def probs_from_message(message: types_pb.DraftProbs) -> DraftProbs:
     return DraftProbs(tuple(accumulate(steps)), tuple(map(DRAFT_PROBS_WEIGHTS.__getitem__, codes)))
 
 
-def params_to_message(params: ResolvedSamplingParams) -> types_pb.ResolvedSamplingParams:
-    """Returns the message of sampling parameters."""
-    return types_pb.ResolvedSamplingParams(
+def params_to_message(params: ResolvedSamplingParams) -> open_item_pb.ResolvedSamplingParams:
+    """Returns the message of sampling parameters: a field with its default is absent."""
+    given = {name: own for name, own, default in zip(_COMMON, _common_of(params), _COMMON.values()) if own != default}
+    for name, parts in _PART_NAMES.items():
+        given[name] = [dict(zip(parts, entry)) for entry in given.get(name, ())]
+    return open_item_pb.ResolvedSamplingParams(
         rule=rule_to_number(params.rule),
         seed=params.seed,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=[types_pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
-        min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,
-        logprobs=params.logprobs,
         prompt_length=params.prompt_length,
+        sampling=given,
     )
 
 
@@ -123,26 +131,35 @@ def rule_from_number(number: int) -> Rule:
         raise InvalidRequest("rule", number, "GREEDY (1), REJECTION (2) or COUPLED (3)") from None
 
 
-def params_from_message(message: types_pb.ResolvedSamplingParams) -> ResolvedSamplingParams:
+def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> ResolvedSamplingParams:
     """Returns the checked sampling parameters of a message. Raises InvalidRequest naming the field."""
-    biases = bounded("logit_bias", message.logit_bias, LOGIT_BIAS_COUNT_MAX)
+    check_counts(message.sampling, "")
+    given = values_of(message.sampling)
+    for name in given.keys() - _COMMON.keys():
+        raise InvalidRequest(f"sampling.{name}", "set", "absent: a replica does not need it")
     stop_token_ids = bounded("stop_token_ids", message.stop_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX)
     return ResolvedSamplingParams(
-        rule=rule_from_number(message.rule),
-        seed=message.seed,
-        prompt_length=message.prompt_length,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in biases),
-        min_tokens=message.min_tokens,
+        rule_from_number(message.rule),
+        message.seed,
+        message.prompt_length,
         stop_token_ids=tuple(stop_token_ids),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        **given,
     )
+
+
+def check_counts(message: coordinator_pb.SamplingParams, path: str) -> None:
+    """Raises InvalidRequest, with `path` before the name, for a repeated field with too many entries; reads none."""
+    for name, count_max in _COUNTS_MAX.items():
+        bounded(path + name, getattr(message, name), count_max)
+
+
+def values_of(message: coordinator_pb.SamplingParams) -> dict[str, Any]:
+    """Returns the values of the fields that a message has, by name: repeated ones as tuples, messages in them as tuples
+    of their own fields."""
+    given = {field.name: value for field, value in message.ListFields()}
+    for name in _COUNTS_MAX.keys() & given.keys():
+        given[name] = tuple(map(_PARTS[name], given[name]) if name in _PARTS else given[name])
+    return given
 
 
 def trace_to_message(trace: Trace) -> types_pb.TraceContext | None:

@@ -7,6 +7,7 @@ this version does not know is refused by number: no field that a user sets is ig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any, cast
 
@@ -15,30 +16,24 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from specdec.config import SpeculationSettings
 from specdec.errors import InvalidRequest
+from specdec.protocol.fields import SpeculativeFields
+from specdec.protocol.limits import REPLICA_COUNT_MAX, TOKENS_MAX
 from specdec.protocol.report import Delta, Event, Finished, Moved, Started, Statistics
 from specdec.protocol.request import (
-    STOP_STRING_COUNT_MAX,
-    STOP_TOKEN_COUNT_MAX,
     GenerationRequest,
     SamplingParams,
     SpeculationMode,
     SpeculativePolicy,
 )
-from specdec.protocol.types import (
-    LOGIT_BIAS_COUNT_MAX,
-    REPLICA_COUNT_MAX,
-    TOKENS_MAX,
-    Description,
-    PositionLogprobs,
-    Proposer,
-    Rule,
-)
+from specdec.protocol.types import Description, PositionLogprobs, Proposer, Rule
 from specdec.rpc.convert import (
     bounded,
+    check_counts,
     description_to_message,
     numerics_to_message,
     rule_from_number,
     rule_to_number,
+    values_of,
 )
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
@@ -46,32 +41,15 @@ UNKNOWN_BYTES_NAMED_MAX = 4096  # more bytes of unknown fields are refused witho
 TIME_NAMES = [field.name for field in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
 COUNT_NAMES = [own.name for own in coordinator_pb.Statistics.DESCRIPTOR.fields if own.name not in ("time", "rule")]
 TIMES, COUNTS = attrgetter(*TIME_NAMES), attrgetter(*COUNT_NAMES)  # of each delta, if asked for
-_OPTIONAL_SAMPLING = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "logprobs",
-    "n",
-)
+_SPECULATIVE = [own.name for own in fields(SpeculativeFields)]
 
 
-def check_counts(message: coordinator_pb.GenerateRequest, positions_max: int) -> None:
+def check_all_counts(message: coordinator_pb.GenerateRequest, positions_max: int) -> None:
     """Raises InvalidRequest for a repeated field with too many entries; reads none of them."""
-    sampling = message.sampling
     bounded("prompt.token_ids", message.token_ids.ids, positions_max)
     bounded("resume.output_token_ids", message.resume.output_token_ids, positions_max)
     bounded("prediction.token_ids", message.prediction.token_ids.ids, positions_max)
-    bounded("sampling.logit_bias", sampling.logit_bias, LOGIT_BIAS_COUNT_MAX)
-    bounded("sampling.stop", sampling.stop, STOP_STRING_COUNT_MAX)
-    bounded("sampling.stop_token_ids", sampling.stop_token_ids, STOP_TOKEN_COUNT_MAX)
+    check_counts(message.sampling, "sampling.")
 
 
 def check_known(message: Message) -> None:
@@ -99,13 +77,7 @@ def _name_unknown(message: Message, path: str) -> None:
 
 def sampling_from_message(message: coordinator_pb.SamplingParams) -> SamplingParams:
     """Returns the checked sampling parameters; an absent field has its default. Raises InvalidRequest."""
-    given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
-    return SamplingParams(
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        **given,
-    )
+    return SamplingParams(**values_of(message))
 
 
 def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> SpeculativePolicy:
@@ -121,9 +93,7 @@ def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> Specu
     except ValueError:
         limit = ", ".join(f"{mode.value} ({mode.name})" for mode in SpeculationMode)
         raise InvalidRequest("speculative.policy", message.policy, limit) from None
-    numbers = ("num_speculative_tokens", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings")
-    names = ("enabled", "report_rounds", "report_statistics", *numbers)
-    given = {name: getattr(message, name) for name in names if message.HasField(name)}
+    given = {name: getattr(message, name) for name in _SPECULATIVE if message.HasField(name)}
     return SpeculativePolicy(rule=rule, mode=mode, proposers=proposers_from_message(message), **given)
 
 
@@ -140,7 +110,7 @@ def proposers_from_message(message: coordinator_pb.SpeculativePolicy) -> tuple[P
 
 def request_from_message(message: coordinator_pb.GenerateRequest, positions_max: int = TOKENS_MAX) -> GenerationRequest:
     """Returns the checked request to a model of `positions_max` positions. Raises InvalidRequest."""
-    check_counts(message, positions_max)
+    check_all_counts(message, positions_max)
     check_known(message)
     prompt = message.WhichOneof("prompt")
     if prompt is None:

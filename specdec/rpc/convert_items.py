@@ -16,19 +16,18 @@ from typing import Any, TypeVar
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
 from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
-from specdec.protocol.types import (
+from specdec.protocol.limits import (
     CONFIDENCE_MAX,
     DRAFT_LENGTH_LIMIT,
+    EXTEND_TOKEN_COUNT_MAX,
     FAILURE_TEXT_LENGTH_MAX,
     FAILURE_WORD_LENGTH_MAX,
     LOGPROBS_MAX,
     NODES_PER_ITEM_MAX,
     TOKENS_MAX,
-    DraftProbs,
-    PositionLogprobs,
-    SamplerOutput,
     check_integer,
 )
+from specdec.protocol.types import DraftProbs, PositionLogprobs, SamplerOutput
 from specdec.rpc.convert import (
     bounded,
     numbers_from_bytes,
@@ -41,6 +40,7 @@ from specdec.rpc.convert import (
     trace_to_message,
 )
 from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import open_item_pb2 as open_item_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 
@@ -90,7 +90,7 @@ def _open_fields(item: items.Open) -> Fields:
     }
 
 
-def _open_from_message(message: types_pb.OpenItem) -> items.Open:
+def _open_from_message(message: open_item_pb.OpenItem) -> items.Open:
     return items.Open(
         message.session,
         message.incarnation,
@@ -104,12 +104,12 @@ def _open_from_message(message: types_pb.OpenItem) -> items.Open:
 
 
 def _extend_from_message(message: types_pb.ExtendItem) -> items.Extend:
-    token_ids = bounded("token_ids", message.token_ids, items.EXTEND_TOKEN_COUNT_MAX)
+    token_ids = bounded("token_ids", message.token_ids, EXTEND_TOKEN_COUNT_MAX)
     return items.Extend(message.session, message.incarnation, message.start_position, tuple(token_ids))
 
 
 def _suffix(message: Any) -> tuple[int, ...]:
-    return tuple(bounded("suffix_token_ids", message.suffix_token_ids, items.EXTEND_TOKEN_COUNT_MAX))
+    return tuple(bounded("suffix_token_ids", message.suffix_token_ids, EXTEND_TOKEN_COUNT_MAX))
 
 
 def _write_verification(item: items.Verification) -> Fields:

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest
-from specdec.protocol.limits import LIMITS, Limit
+from specdec.protocol.limits import Limit
 from specdec.rpc.limits import (
     BYTES_PER_PART_MIN,
     MESSAGE_BYTES_SOFT,
@@ -25,12 +25,12 @@ from specdec.rpc.limits import (
     REQUEST_FIELD_COUNT_MAX,
     STAMP_BYTES_MAX,
 )
+from specdec.rpc.wire_fields import FIELD_LIMITS
 
 _FIXED_SIZES = {1: 8, 5: 4}
 _LENGTH_DELIMITED = 2
 _SIZED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
-_SIZES = {name: limit for limit in LIMITS for name in limit.field_names()}
-_UNLIMITED = Limit("", math.inf, "of another protocol", "", is_bytes=True)
+_UNLIMITED = Limit("", math.inf, "of another protocol", is_bytes=True)
 _CHARACTER_BYTES = 4  # at most, in UTF-8
 _ZERO_COUNT_MAX = 256  # of a message that is not walked: an empty part is two bytes, its tag and a zero
 
@@ -78,7 +78,7 @@ def _field(message: Descriptor, field: FieldDescriptor) -> _Field:
     key = f"{message.name}.{field.name}" + "[]" * field.is_repeated
     if field.type not in _SIZED:
         return _Field(name, field.message_type, key, None, "")
-    size = _SIZES.get(key, _UNLIMITED)
+    size = FIELD_LIMITS.get(key, _UNLIMITED)
     if size.is_bytes:
         return _Field(name, None, key, size.high, f"at most {size.high} bytes")
     return _Field(name, None, key, _CHARACTER_BYTES * size.high, f"at most {size.high} characters")

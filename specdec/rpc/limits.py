@@ -1,5 +1,5 @@
 """Limits of connections, calls and streams: the time to detect a dead peer or a stalled reader, the sizes and numbers
-of what it sends. `LIMITS` is the one table of everything that comes over the wire: by field, and by method.
+of what it sends, by method. Limits of fields stand in the proto files (`wire_fields`).
 
 The fields of `CALLS` are `Service/Method.what`, with `what` among `request_bytes`, `response_bytes` (of a message),
 `calls` (at a time), `silence_s` (without a message of the client, or one taken by it), `request_fields`,
@@ -12,7 +12,6 @@ of all, `metadata_bytes` of a call; and `Probes.what` of the port of the probes:
 
 from __future__ import annotations
 
-from specdec.protocol import limits as fields
 from specdec.protocol.limits import Limit
 
 
@@ -263,4 +262,3 @@ CALLS = (
         is_bytes=True,
     ),
 )
-LIMITS = (*fields.LIMITS, *CALLS)

@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import ITEM_COUNT_MAX
+from specdec.protocol.limits import ITEM_COUNT_MAX
 from specdec.rpc.client import Response, call_unary
 from specdec.rpc.field_count import check_large
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, UNTAKEN_ITEM_COUNT_MAX

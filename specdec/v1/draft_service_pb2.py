@@ -22,30 +22,78 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from specdec.v1 import field_pb2 as specdec_dot_v1_dot_field__pb2
+from specdec.v1 import open_item_pb2 as specdec_dot_v1_dot_open__item__pb2
 from specdec.v1 import types_pb2 as specdec_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especdec/v1/draft_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"a\n\x0c\x44raftRequest\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12+\n\x05items\x18\x02 \x03(\x0b\x32\x1c.specdec.v1.DraftRequestItem\"\xbc\x01\n\x10\x44raftRequestItem\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.specdec.v1.OpenItemH\x00\x12(\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ExtendItemH\x00\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x16.specdec.v1.CommitItemH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.specdec.v1.CloseItemH\x00\x42\x06\n\x04item\"\xde\x01\n\nCommitItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\r\x12\x18\n\x10suffix_token_ids\x18\x04 \x03(\r\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\'\n\x05trace\x18\x06 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12\x16\n\x0enodes_per_step\x18\x07 \x01(\r\x12\x10\n\x08siblings\x18\x08 \x01(\r\x12\x13\n\x0bwait_length\x18\t \x01(\r\"\x83\x01\n\rDraftResponse\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.specdec.v1.DraftResponseItem\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.specdec.v1.Load\"\xa4\x01\n\x11\x44raftResponseItem\x12&\n\x05nodes\x18\x01 \x01(\x0b\x32\x15.specdec.v1.NodesItemH\x00\x12\x37\n\x0emissing_tokens\x18\x02 \x01(\x0b\x32\x1d.specdec.v1.MissingTokensItemH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ErrorItemH\x00\x42\x06\n\x04item\"\xdc\x01\n\tNodesItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x13\n\x0broot_length\x18\x04 \x01(\r\x12#\n\x05nodes\x18\x05 \x03(\x0b\x32\x14.specdec.v1.TreeNode\x12\x0f\n\x07step_us\x18\x06 \x01(\r\x12\x11\n\tstep_rows\x18\x07 \x01(\r\x12\x10\n\x08\x64\x65tailed\x18\x08 \x01(\x08\x12\x11\n\tworked_us\x18\t \x01(\r\x12\x17\n\x0f\x61\x63tive_sessions\x18\n \x01(\r\"\x93\x01\n\x08TreeNode\x12\x0f\n\x07node_id\x18\x01 \x01(\r\x12\x13\n\x0bparent_back\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0e\n\x06\x62ranch\x18\x04 \x01(\x08\x12+\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x16.specdec.v1.DraftProbs\x12\x12\n\nconfidence\x18\x06 \x01(\r2\x97\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x12\x45\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1c.specdec.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especdec/v1/draft_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/field.proto\x1a\x1aspecdec/v1/open_item.proto\x1a\x16specdec/v1/types.proto\"w\n\x0c\x44raftRequest\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12\x41\n\x05items\x18\x02 \x03(\x0b\x32\x1c.specdec.v1.DraftRequestItemB\x14\xc2\xf3\x18\x10\n\x0eITEM_COUNT_MAX\"\xbc\x01\n\x10\x44raftRequestItem\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.specdec.v1.OpenItemH\x00\x12(\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ExtendItemH\x00\x12(\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x16.specdec.v1.CommitItemH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.specdec.v1.CloseItemH\x00\x42\x06\n\x04item\"\xa2\x03\n\nCommitItem\x12!\n\x07session\x18\x01 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0bincarnation\x18\x02 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12*\n\x10\x63ommitted_length\x18\x03 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12\x42\n\x10suffix_token_ids\x18\x04 \x03(\rB(\xc2\xf3\x18$\n\x16\x45XTEND_TOKEN_COUNT_MAX:\nTOKENS_MAX\x12(\n\x06window\x18\x05 \x01(\rB\x18\xc2\xf3\x18\x14\n\x12\x44RAFT_LENGTH_LIMIT\x12\'\n\x05trace\x18\x06 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12\x32\n\x0enodes_per_step\x18\x07 \x01(\rB\x1a\xc2\xf3\x18\x16\n\x14NODES_PER_STEP_LIMIT\x12$\n\x08siblings\x18\x08 \x01(\rB\x12\xc2\xf3\x18\x0e\n\x0cSIBLINGS_MAX\x12-\n\x0bwait_length\x18\t \x01(\rB\x18\xc2\xf3\x18\x14\n\x12\x44RAFT_LENGTH_LIMIT\"\x99\x01\n\rDraftResponse\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12\x42\n\x05items\x18\x02 \x03(\x0b\x32\x1d.specdec.v1.DraftResponseItemB\x14\xc2\xf3\x18\x10\n\x0eITEM_COUNT_MAX\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.specdec.v1.Load\"\xa4\x01\n\x11\x44raftResponseItem\x12&\n\x05nodes\x18\x01 \x01(\x0b\x32\x15.specdec.v1.NodesItemH\x00\x12\x37\n\x0emissing_tokens\x18\x02 \x01(\x0b\x32\x1d.specdec.v1.MissingTokensItemH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ErrorItemH\x00\x42\x06\n\x04item\"\xfa\x02\n\tNodesItem\x12!\n\x07session\x18\x01 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0bincarnation\x18\x02 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12\x1f\n\x05\x65poch\x18\x03 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0broot_length\x18\x04 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12=\n\x05nodes\x18\x05 \x03(\x0b\x32\x14.specdec.v1.TreeNodeB\x18\xc2\xf3\x18\x14\n\x12NODES_PER_ITEM_MAX\x12\x1e\n\x07step_us\x18\x06 \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12 \n\tstep_rows\x18\x07 \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12\x10\n\x08\x64\x65tailed\x18\x08 \x01(\x08\x12 \n\tworked_us\x18\t \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12&\n\x0f\x61\x63tive_sessions\x18\n \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\"\xdf\x01\n\x08TreeNode\x12!\n\x07node_id\x18\x01 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0bparent_back\x18\x02 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12\"\n\x08token_id\x18\x03 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12\x0e\n\x06\x62ranch\x18\x04 \x01(\x08\x12+\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x16.specdec.v1.DraftProbs\x12(\n\nconfidence\x18\x06 \x01(\rB\x14\xc2\xf3\x18\x10\n\x0e\x43ONFIDENCE_MAX2\x97\x01\n\x0c\x44raftService\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x12\x45\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1c.specdec.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specdec.v1.draft_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTREQUEST']._serialized_start=70
-  _globals['_DRAFTREQUEST']._serialized_end=167
-  _globals['_DRAFTREQUESTITEM']._serialized_start=170
-  _globals['_DRAFTREQUESTITEM']._serialized_end=358
-  _globals['_COMMITITEM']._serialized_start=361
-  _globals['_COMMITITEM']._serialized_end=583
-  _globals['_DRAFTRESPONSE']._serialized_start=586
-  _globals['_DRAFTRESPONSE']._serialized_end=717
-  _globals['_DRAFTRESPONSEITEM']._serialized_start=720
-  _globals['_DRAFTRESPONSEITEM']._serialized_end=884
-  _globals['_NODESITEM']._serialized_start=887
-  _globals['_NODESITEM']._serialized_end=1107
-  _globals['_TREENODE']._serialized_start=1110
-  _globals['_TREENODE']._serialized_end=1257
-  _globals['_DRAFTSERVICE']._serialized_start=1260
-  _globals['_DRAFTSERVICE']._serialized_end=1411
+  _globals['_DRAFTREQUEST'].fields_by_name['items']._loaded_options = None
+  _globals['_DRAFTREQUEST'].fields_by_name['items']._serialized_options = b'\302\363\030\020\n\016ITEM_COUNT_MAX'
+  _globals['_COMMITITEM'].fields_by_name['session']._loaded_options = None
+  _globals['_COMMITITEM'].fields_by_name['session']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_COMMITITEM'].fields_by_name['incarnation']._loaded_options = None
+  _globals['_COMMITITEM'].fields_by_name['incarnation']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_COMMITITEM'].fields_by_name['committed_length']._loaded_options = None
+  _globals['_COMMITITEM'].fields_by_name['committed_length']._serialized_options = b'\302\363\030\014\n\nTOKENS_MAX'
+  _globals['_COMMITITEM'].fields_by_name['suffix_token_ids']._loaded_options = None
+  _globals['_COMMITITEM'].fields_by_name['suffix_token_ids']._serialized_options = b'\302\363\030$\n\026EXTEND_TOKEN_COUNT_MAX:\nTOKENS_MAX'
+  _globals['_COMMITITEM'].fields_by_name['window']._loaded_options = None
+  _globals['_COMMITITEM'].fields_by_name['window']._serialized_options = b'\302\363\030\024\n\022DRAFT_LENGTH_LIMIT'
+  _globals['_COMMITITEM'].fields_by_name['nodes_per_step']._loaded_options = None
+  _globals['_COMMITITEM'].fields_by_name['nodes_per_step']._serialized_options = b'\302\363\030\026\n\024NODES_PER_STEP_LIMIT'
+  _globals['_COMMITITEM'].fields_by_name['siblings']._loaded_options = None
+  _globals['_COMMITITEM'].fields_by_name['siblings']._serialized_options = b'\302\363\030\016\n\014SIBLINGS_MAX'
+  _globals['_COMMITITEM'].fields_by_name['wait_length']._loaded_options = None
+  _globals['_COMMITITEM'].fields_by_name['wait_length']._serialized_options = b'\302\363\030\024\n\022DRAFT_LENGTH_LIMIT'
+  _globals['_DRAFTRESPONSE'].fields_by_name['items']._loaded_options = None
+  _globals['_DRAFTRESPONSE'].fields_by_name['items']._serialized_options = b'\302\363\030\020\n\016ITEM_COUNT_MAX'
+  _globals['_NODESITEM'].fields_by_name['session']._loaded_options = None
+  _globals['_NODESITEM'].fields_by_name['session']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_NODESITEM'].fields_by_name['incarnation']._loaded_options = None
+  _globals['_NODESITEM'].fields_by_name['incarnation']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_NODESITEM'].fields_by_name['epoch']._loaded_options = None
+  _globals['_NODESITEM'].fields_by_name['epoch']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_NODESITEM'].fields_by_name['root_length']._loaded_options = None
+  _globals['_NODESITEM'].fields_by_name['root_length']._serialized_options = b'\302\363\030\014\n\nTOKENS_MAX'
+  _globals['_NODESITEM'].fields_by_name['nodes']._loaded_options = None
+  _globals['_NODESITEM'].fields_by_name['nodes']._serialized_options = b'\302\363\030\024\n\022NODES_PER_ITEM_MAX'
+  _globals['_NODESITEM'].fields_by_name['step_us']._loaded_options = None
+  _globals['_NODESITEM'].fields_by_name['step_us']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_NODESITEM'].fields_by_name['step_rows']._loaded_options = None
+  _globals['_NODESITEM'].fields_by_name['step_rows']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_NODESITEM'].fields_by_name['worked_us']._loaded_options = None
+  _globals['_NODESITEM'].fields_by_name['worked_us']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_NODESITEM'].fields_by_name['active_sessions']._loaded_options = None
+  _globals['_NODESITEM'].fields_by_name['active_sessions']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_TREENODE'].fields_by_name['node_id']._loaded_options = None
+  _globals['_TREENODE'].fields_by_name['node_id']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_TREENODE'].fields_by_name['parent_back']._loaded_options = None
+  _globals['_TREENODE'].fields_by_name['parent_back']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_TREENODE'].fields_by_name['token_id']._loaded_options = None
+  _globals['_TREENODE'].fields_by_name['token_id']._serialized_options = b'\302\363\030\014\n\nTOKENS_MAX'
+  _globals['_TREENODE'].fields_by_name['confidence']._loaded_options = None
+  _globals['_TREENODE'].fields_by_name['confidence']._serialized_options = b'\302\363\030\020\n\016CONFIDENCE_MAX'
+  _globals['_DRAFTREQUEST']._serialized_start=122
+  _globals['_DRAFTREQUEST']._serialized_end=241
+  _globals['_DRAFTREQUESTITEM']._serialized_start=244
+  _globals['_DRAFTREQUESTITEM']._serialized_end=432
+  _globals['_COMMITITEM']._serialized_start=435
+  _globals['_COMMITITEM']._serialized_end=853
+  _globals['_DRAFTRESPONSE']._serialized_start=856
+  _globals['_DRAFTRESPONSE']._serialized_end=1009
+  _globals['_DRAFTRESPONSEITEM']._serialized_start=1012
+  _globals['_DRAFTRESPONSEITEM']._serialized_end=1176
+  _globals['_NODESITEM']._serialized_start=1179
+  _globals['_NODESITEM']._serialized_end=1557
+  _globals['_TREENODE']._serialized_start=1560
+  _globals['_TREENODE']._serialized_end=1783
+  _globals['_DRAFTSERVICE']._serialized_start=1786
+  _globals['_DRAFTSERVICE']._serialized_end=1937
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,5 @@
+from specdec.v1 import field_pb2 as _field_pb2
+from specdec.v1 import open_item_pb2 as _open_item_pb2
 from specdec.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -21,11 +23,11 @@ class DraftRequestItem(_message.Message):
     EXTEND_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
-    open: _types_pb2.OpenItem
+    open: _open_item_pb2.OpenItem
     extend: _types_pb2.ExtendItem
     commit: CommitItem
     close: _types_pb2.CloseItem
-    def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., commit: _Optional[_Union[CommitItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[_open_item_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., commit: _Optional[_Union[CommitItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class CommitItem(_message.Message):
     __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace", "nodes_per_step", "siblings", "wait_length")

@@ -22,30 +22,94 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from specdec.v1 import field_pb2 as specdec_dot_v1_dot_field__pb2
+from specdec.v1 import open_item_pb2 as specdec_dot_v1_dot_open__item__pb2
 from specdec.v1 import types_pb2 as specdec_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/v1/target_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"c\n\rVerifyRequest\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.specdec.v1.VerifyRequestItem\"\xbd\x01\n\x11VerifyRequestItem\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.specdec.v1.OpenItemH\x00\x12(\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ExtendItemH\x00\x12(\n\x06verify\x18\x03 \x01(\x0b\x32\x16.specdec.v1.VerifyItemH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.specdec.v1.CloseItemH\x00\x42\x06\n\x04item\"\x8c\x02\n\nVerifyItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x13\n\x0bround_index\x18\x03 \x01(\r\x12\x15\n\rbase_position\x18\x04 \x01(\r\x12\x18\n\x10suffix_token_ids\x18\x05 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x06 \x03(\r\x12+\n\x0b\x64raft_probs\x18\x07 \x03(\x0b\x32\x16.specdec.v1.DraftProbs\x12\'\n\x05trace\x18\x08 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12\x0f\n\x07parents\x18\t \x03(\r\x12\x12\n\nwant_heads\x18\n \x01(\x08\"\x85\x01\n\x0eVerifyResponse\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12-\n\x05items\x18\x02 \x03(\x0b\x32\x1e.specdec.v1.VerifyResponseItem\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.specdec.v1.Load\"\xb3\x01\n\x12VerifyResponseItem\x12\x34\n\x06result\x18\x01 \x01(\x0b\x32\".specdec.v1.VerificationResultItemH\x00\x12\x37\n\x0emissing_tokens\x18\x02 \x01(\x0b\x32\x1d.specdec.v1.MissingTokensItemH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ErrorItemH\x00\x42\x06\n\x04item\"\xb8\x03\n\x16VerificationResultItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x13\n\x0bround_index\x18\x03 \x01(\r\x12\x1b\n\x13recovered_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctarget_probs\x18\x05 \x01(\x0c\x12&\n\x08logprobs\x18\x06 \x01(\x0b\x32\x14.specdec.v1.Logprobs\x12\x10\n\x08queue_us\x18\x07 \x01(\r\x12\x12\n\nforward_us\x18\x08 \x01(\r\x12\x13\n\x0bsampling_us\x18\t \x01(\r\x12\x11\n\tstep_rows\x18\n \x01(\r\x12\x15\n\rstep_sessions\x18\x0b \x01(\r\x12\x17\n\x0f\x61\x63tive_sessions\x18\x0c \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\r \x01(\r\x12\x12\n\nstep_count\x18\x0e \x01(\r\x12\x13\n\x0bpreemptions\x18\x0f \x01(\r\x12\x11\n\tserver_us\x18\x10 \x01(\x04\x12\x16\n\x0ehead_token_ids\x18\x11 \x03(\r\x12\x18\n\x10head_confidences\x18\x12 \x01(\x0c\"P\n\x08Logprobs\x12\r\n\x05\x64raft\x18\x01 \x01(\x0c\x12\x11\n\trecovered\x18\x02 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x01(\x0c\x32\x9b\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12\x45\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1c.specdec.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/v1/target_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/field.proto\x1a\x1aspecdec/v1/open_item.proto\x1a\x16specdec/v1/types.proto\"y\n\rVerifyRequest\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12\x42\n\x05items\x18\x02 \x03(\x0b\x32\x1d.specdec.v1.VerifyRequestItemB\x14\xc2\xf3\x18\x10\n\x0eITEM_COUNT_MAX\"\xbd\x01\n\x11VerifyRequestItem\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.specdec.v1.OpenItemH\x00\x12(\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ExtendItemH\x00\x12(\n\x06verify\x18\x03 \x01(\x0b\x32\x16.specdec.v1.VerifyItemH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.specdec.v1.CloseItemH\x00\x42\x06\n\x04item\"\xec\x03\n\nVerifyItem\x12!\n\x07session\x18\x01 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0bincarnation\x18\x02 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0bround_index\x18\x03 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12\'\n\rbase_position\x18\x04 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12\x42\n\x10suffix_token_ids\x18\x05 \x03(\rB(\xc2\xf3\x18$\n\x16\x45XTEND_TOKEN_COUNT_MAX:\nTOKENS_MAX\x12=\n\x0f\x64raft_token_ids\x18\x06 \x03(\rB$\xc2\xf3\x18 \n\x12\x44RAFT_LENGTH_LIMIT:\nTOKENS_MAX\x12\x45\n\x0b\x64raft_probs\x18\x07 \x03(\x0b\x32\x16.specdec.v1.DraftProbsB\x18\xc2\xf3\x18\x14\n\x12\x44RAFT_LENGTH_LIMIT\x12\'\n\x05trace\x18\x08 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12=\n\x07parents\x18\t \x03(\rB,\xc2\xf3\x18(\n\x12\x44RAFT_LENGTH_LIMIT:\x12\x44RAFT_LENGTH_LIMIT\x12\x12\n\nwant_heads\x18\n \x01(\x08\"\x9b\x01\n\x0eVerifyResponse\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12\x43\n\x05items\x18\x02 \x03(\x0b\x32\x1e.specdec.v1.VerifyResponseItemB\x14\xc2\xf3\x18\x10\n\x0eITEM_COUNT_MAX\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.specdec.v1.Load\"\xb3\x01\n\x12VerifyResponseItem\x12\x34\n\x06result\x18\x01 \x01(\x0b\x32\".specdec.v1.VerificationResultItemH\x00\x12\x37\n\x0emissing_tokens\x18\x02 \x01(\x0b\x32\x1d.specdec.v1.MissingTokensItemH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ErrorItemH\x00\x42\x06\n\x04item\"\x9f\x06\n\x16VerificationResultItem\x12!\n\x07session\x18\x01 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0bincarnation\x18\x02 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0bround_index\x18\x03 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12\x43\n\x13recovered_token_ids\x18\x04 \x03(\rB&\xc2\xf3\x18\"\n\x14positions of a round:\nTOKENS_MAX\x12\x44\n\x0ctarget_probs\x18\x05 \x01(\x0c\x42.\xc2\xf3\x18*\n\x14target probabilities:\x12target probability\x12&\n\x08logprobs\x18\x06 \x01(\x0b\x32\x14.specdec.v1.Logprobs\x12\x1f\n\x08queue_us\x18\x07 \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12!\n\nforward_us\x18\x08 \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12\"\n\x0bsampling_us\x18\t \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12 \n\tstep_rows\x18\n \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12$\n\rstep_sessions\x18\x0b \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12&\n\x0f\x61\x63tive_sessions\x18\x0c \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12.\n\x14\x63\x61\x63hed_prompt_tokens\x18\r \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12!\n\nstep_count\x18\x0e \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12\"\n\x0bpreemptions\x18\x0f \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bits\x12 \n\tserver_us\x18\x10 \x01(\x04\x42\r\xc2\xf3\x18\t\n\x07\x36\x34 bits\x12=\n\x0ehead_token_ids\x18\x11 \x03(\rB%\xc2\xf3\x18!\n\x13\x63\x61ndidates of heads:\nTOKENS_MAX\x12\x31\n\x10head_confidences\x18\x12 \x01(\x0c\x42\x17\xc2\xf3\x18\x13\n\x11their confidences\"\x99\x02\n\x08Logprobs\x12\x42\n\x05\x64raft\x18\x01 \x01(\x0c\x42\x33\xc2\xf3\x18/\n\x1clog-probabilities of a round:\x0flog-probability\x12\x46\n\trecovered\x18\x02 \x01(\x0c\x42\x33\xc2\xf3\x18/\n\x1clog-probabilities of a round:\x0flog-probability\x12\x44\n\rtop_token_ids\x18\x03 \x03(\rB-\xc2\xf3\x18)\n\x1blikeliest tokens of a round:\nTOKENS_MAX\x12;\n\x03top\x18\x04 \x01(\x0c\x42.\xc2\xf3\x18*\n\x17their log-probabilities:\x0flog-probability2\x9b\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12\x45\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1c.specdec.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specdec.v1.target_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFYREQUEST']._serialized_start=71
-  _globals['_VERIFYREQUEST']._serialized_end=170
-  _globals['_VERIFYREQUESTITEM']._serialized_start=173
-  _globals['_VERIFYREQUESTITEM']._serialized_end=362
-  _globals['_VERIFYITEM']._serialized_start=365
-  _globals['_VERIFYITEM']._serialized_end=633
-  _globals['_VERIFYRESPONSE']._serialized_start=636
-  _globals['_VERIFYRESPONSE']._serialized_end=769
-  _globals['_VERIFYRESPONSEITEM']._serialized_start=772
-  _globals['_VERIFYRESPONSEITEM']._serialized_end=951
-  _globals['_VERIFICATIONRESULTITEM']._serialized_start=954
-  _globals['_VERIFICATIONRESULTITEM']._serialized_end=1394
-  _globals['_LOGPROBS']._serialized_start=1396
-  _globals['_LOGPROBS']._serialized_end=1476
-  _globals['_TARGETSERVICE']._serialized_start=1479
-  _globals['_TARGETSERVICE']._serialized_end=1634
+  _globals['_VERIFYREQUEST'].fields_by_name['items']._loaded_options = None
+  _globals['_VERIFYREQUEST'].fields_by_name['items']._serialized_options = b'\302\363\030\020\n\016ITEM_COUNT_MAX'
+  _globals['_VERIFYITEM'].fields_by_name['session']._loaded_options = None
+  _globals['_VERIFYITEM'].fields_by_name['session']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_VERIFYITEM'].fields_by_name['incarnation']._loaded_options = None
+  _globals['_VERIFYITEM'].fields_by_name['incarnation']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_VERIFYITEM'].fields_by_name['round_index']._loaded_options = None
+  _globals['_VERIFYITEM'].fields_by_name['round_index']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_VERIFYITEM'].fields_by_name['base_position']._loaded_options = None
+  _globals['_VERIFYITEM'].fields_by_name['base_position']._serialized_options = b'\302\363\030\014\n\nTOKENS_MAX'
+  _globals['_VERIFYITEM'].fields_by_name['suffix_token_ids']._loaded_options = None
+  _globals['_VERIFYITEM'].fields_by_name['suffix_token_ids']._serialized_options = b'\302\363\030$\n\026EXTEND_TOKEN_COUNT_MAX:\nTOKENS_MAX'
+  _globals['_VERIFYITEM'].fields_by_name['draft_token_ids']._loaded_options = None
+  _globals['_VERIFYITEM'].fields_by_name['draft_token_ids']._serialized_options = b'\302\363\030 \n\022DRAFT_LENGTH_LIMIT:\nTOKENS_MAX'
+  _globals['_VERIFYITEM'].fields_by_name['draft_probs']._loaded_options = None
+  _globals['_VERIFYITEM'].fields_by_name['draft_probs']._serialized_options = b'\302\363\030\024\n\022DRAFT_LENGTH_LIMIT'
+  _globals['_VERIFYITEM'].fields_by_name['parents']._loaded_options = None
+  _globals['_VERIFYITEM'].fields_by_name['parents']._serialized_options = b'\302\363\030(\n\022DRAFT_LENGTH_LIMIT:\022DRAFT_LENGTH_LIMIT'
+  _globals['_VERIFYRESPONSE'].fields_by_name['items']._loaded_options = None
+  _globals['_VERIFYRESPONSE'].fields_by_name['items']._serialized_options = b'\302\363\030\020\n\016ITEM_COUNT_MAX'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['session']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['session']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['incarnation']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['incarnation']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['round_index']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['round_index']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['recovered_token_ids']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['recovered_token_ids']._serialized_options = b'\302\363\030\"\n\024positions of a round:\nTOKENS_MAX'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['target_probs']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['target_probs']._serialized_options = b'\302\363\030*\n\024target probabilities:\022target probability'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['queue_us']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['queue_us']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['forward_us']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['forward_us']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['sampling_us']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['sampling_us']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['step_rows']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['step_rows']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['step_sessions']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['step_sessions']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['active_sessions']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['active_sessions']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['cached_prompt_tokens']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['cached_prompt_tokens']._serialized_options = b'\302\363\030\014\n\nTOKENS_MAX'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['step_count']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['step_count']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['preemptions']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['preemptions']._serialized_options = b'\302\363\030\t\n\00732 bits'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['server_us']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['server_us']._serialized_options = b'\302\363\030\t\n\00764 bits'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['head_token_ids']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['head_token_ids']._serialized_options = b'\302\363\030!\n\023candidates of heads:\nTOKENS_MAX'
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['head_confidences']._loaded_options = None
+  _globals['_VERIFICATIONRESULTITEM'].fields_by_name['head_confidences']._serialized_options = b'\302\363\030\023\n\021their confidences'
+  _globals['_LOGPROBS'].fields_by_name['draft']._loaded_options = None
+  _globals['_LOGPROBS'].fields_by_name['draft']._serialized_options = b'\302\363\030/\n\034log-probabilities of a round:\017log-probability'
+  _globals['_LOGPROBS'].fields_by_name['recovered']._loaded_options = None
+  _globals['_LOGPROBS'].fields_by_name['recovered']._serialized_options = b'\302\363\030/\n\034log-probabilities of a round:\017log-probability'
+  _globals['_LOGPROBS'].fields_by_name['top_token_ids']._loaded_options = None
+  _globals['_LOGPROBS'].fields_by_name['top_token_ids']._serialized_options = b'\302\363\030)\n\033likeliest tokens of a round:\nTOKENS_MAX'
+  _globals['_LOGPROBS'].fields_by_name['top']._loaded_options = None
+  _globals['_LOGPROBS'].fields_by_name['top']._serialized_options = b'\302\363\030*\n\027their log-probabilities:\017log-probability'
+  _globals['_VERIFYREQUEST']._serialized_start=123
+  _globals['_VERIFYREQUEST']._serialized_end=244
+  _globals['_VERIFYREQUESTITEM']._serialized_start=247
+  _globals['_VERIFYREQUESTITEM']._serialized_end=436
+  _globals['_VERIFYITEM']._serialized_start=439
+  _globals['_VERIFYITEM']._serialized_end=931
+  _globals['_VERIFYRESPONSE']._serialized_start=934
+  _globals['_VERIFYRESPONSE']._serialized_end=1089
+  _globals['_VERIFYRESPONSEITEM']._serialized_start=1092
+  _globals['_VERIFYRESPONSEITEM']._serialized_end=1271
+  _globals['_VERIFICATIONRESULTITEM']._serialized_start=1274
+  _globals['_VERIFICATIONRESULTITEM']._serialized_end=2073
+  _globals['_LOGPROBS']._serialized_start=2076
+  _globals['_LOGPROBS']._serialized_end=2357
+  _globals['_TARGETSERVICE']._serialized_start=2360
+  _globals['_TARGETSERVICE']._serialized_end=2515
 # @@protoc_insertion_point(module_scope)

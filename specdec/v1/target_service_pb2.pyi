@@ -1,3 +1,5 @@
+from specdec.v1 import field_pb2 as _field_pb2
+from specdec.v1 import open_item_pb2 as _open_item_pb2
 from specdec.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -21,11 +23,11 @@ class VerifyRequestItem(_message.Message):
     EXTEND_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
-    open: _types_pb2.OpenItem
+    open: _open_item_pb2.OpenItem
     extend: _types_pb2.ExtendItem
     verify: VerifyItem
     close: _types_pb2.CloseItem
-    def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., verify: _Optional[_Union[VerifyItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[_open_item_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., verify: _Optional[_Union[VerifyItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
     __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace", "parents", "want_heads")

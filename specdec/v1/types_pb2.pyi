@@ -1,3 +1,4 @@
+from specdec.v1 import field_pb2 as _field_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -26,38 +27,6 @@ RULE_COUPLED: Rule
 DRAFT_VOCABULARY_EQUAL: DraftVocabulary
 DRAFT_VOCABULARY_SUBSET: DraftVocabulary
 DRAFT_VOCABULARY_MAPPED: DraftVocabulary
-
-class ResolvedSamplingParams(_message.Message):
-    __slots__ = ("rule", "seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "logprobs", "prompt_length")
-    RULE_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
-    TOP_P_FIELD_NUMBER: _ClassVar[int]
-    MIN_P_FIELD_NUMBER: _ClassVar[int]
-    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
-    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    rule: Rule
-    seed: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: _containers.RepeatedCompositeFieldContainer[LogitBias]
-    min_tokens: int
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: int
-    prompt_length: int
-    def __init__(self, rule: _Optional[_Union[Rule, str]] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_length: _Optional[int] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
@@ -108,26 +77,6 @@ class TraceContext(_message.Message):
     sampled: bool
     detailed: bool
     def __init__(self, trace_id: _Optional[bytes] = ..., span_id: _Optional[bytes] = ..., sampled: bool = ..., detailed: bool = ...) -> None: ...
-
-class OpenItem(_message.Message):
-    __slots__ = ("session", "incarnation", "params", "length_max", "vocabulary_size", "trace", "cache_salt", "age_ms")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    PARAMS_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_MAX_FIELD_NUMBER: _ClassVar[int]
-    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
-    TRACE_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    AGE_MS_FIELD_NUMBER: _ClassVar[int]
-    session: int
-    incarnation: int
-    params: ResolvedSamplingParams
-    length_max: int
-    vocabulary_size: int
-    trace: TraceContext
-    cache_salt: str
-    age_ms: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., params: _Optional[_Union[ResolvedSamplingParams, _Mapping]] = ..., length_max: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class ExtendItem(_message.Message):
     __slots__ = ("session", "incarnation", "start_position", "token_ids")

@@ -15,7 +15,8 @@ from tests.support.threads import one_thread  # noqa: F401
 
 CONTEXT = 64
 ALL_PARAMS = [
-    ResolvedSamplingParams(rule, 1, CONTEXT, temperature) for rule, temperature in map(rule_of, RULES_DEFAULT[:3])
+    ResolvedSamplingParams(rule, 1, CONTEXT, temperature=temperature)
+    for rule, temperature in map(rule_of, RULES_DEFAULT[:3])
 ]
 
 

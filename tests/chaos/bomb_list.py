@@ -14,12 +14,12 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from specdec.protocol.items import ITEM_COUNT_MAX
+from specdec.protocol.limits import ITEM_COUNT_MAX
 from specdec.rpc.limits import MESSAGE_BYTES_MIN, MESSAGE_BYTES_SOFT, STREAM_REQUEST_BYTES_MAX
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import open_item_pb2 as open_item_pb
 from specdec.v1 import target_service_pb2 as target_pb
-from specdec.v1 import types_pb2 as types_pb
 from tests.chaos.traffic import DRAFT, GENERATE, VERIFY
 from tests.chaos.wire import BYTES, VARINT, varint
 
@@ -56,10 +56,10 @@ def request(**changed: Any) -> bytes:
     return pb.GenerateRequest(**fields).SerializeToString()
 
 
-def opened(length_max: int = 9, **changed: Any) -> types_pb.OpenItem:
+def opened(length_max: int = 9, **changed: Any) -> open_item_pb.OpenItem:
     """A valid Open with these sampling parameters changed."""
-    params = dict(rule=3, seed=1, temperature=1.0, top_p=1.0, repetition_penalty=1.0, prompt_length=1) | changed
-    return types_pb.OpenItem(session=1, incarnation=1, length_max=length_max, vocabulary_size=7, params=params)
+    params = dict(rule=3, seed=1, prompt_length=1, sampling=changed)
+    return open_item_pb.OpenItem(session=1, incarnation=1, length_max=length_max, vocabulary_size=7, params=params)
 
 
 def framed(field: FieldDescriptor, inner: bytes) -> bytes:

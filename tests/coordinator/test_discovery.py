@@ -18,7 +18,7 @@ from specdec.config import ServiceSettings
 from specdec.coordinator.discovery import Discovery, Member
 from specdec.coordinator.ejection import PoolHealth
 from specdec.coordinator.replicas import Target
-from specdec.protocol.types import REPLICA_COUNT_MAX
+from specdec.protocol.limits import REPLICA_COUNT_MAX
 from tests.coordinator.names_apart import ENDING, FILE_S, NAME, OTHER
 from tests.support.certificates import Authority
 from tests.support.dns_server import RESOLVER_S, apart, why_not_apart

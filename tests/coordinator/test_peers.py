@@ -28,16 +28,8 @@ from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
-from specdec.protocol.items import (
-    ITEM_COUNT_MAX,
-    NO_TRACE,
-    UINT32_MAX,
-    Close,
-    DraftNode,
-    Failure,
-    Nodes,
-    VerificationResult,
-)
+from specdec.protocol.items import NO_TRACE, Close, DraftNode, Failure, Nodes, VerificationResult
+from specdec.protocol.limits import ITEM_COUNT_MAX, UINT32_MAX
 from specdec.protocol.report import Started
 from specdec.protocol.session import Session
 from specdec.protocol.types import PROTOCOL_VERSION, ResolvedSamplingParams, Rule, SamplerOutput

@@ -15,7 +15,8 @@ from specdec.coordinator.service import Coordinator
 from specdec.coordinator.tokenizer import Tokenizer
 from specdec.errors import CacheExhausted, InvalidRequest
 from specdec.folders import EMBEDDED_MODELS
-from specdec.protocol.report import DELTA_TOKEN_COUNT_MAX, Delta, Finished, Statistics
+from specdec.protocol.limits import DELTA_TOKEN_COUNT_MAX
+from specdec.protocol.report import Delta, Finished, Statistics
 from specdec.protocol.types import Description, FinishReason, TokenKind
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import coordinator_service_pb2 as pb

@@ -34,7 +34,7 @@ class CountedDraft:
         self.handler = ItemHandler(self.drafter, 1)
         self.committed = [1 + position % (VOCABULARY_SIZE - 1) for position in range(length)]
         self.node_count = 0
-        params = ResolvedSamplingParams(rule, 1, 2, 0.0 if rule is Rule.GREEDY else 1.0, **penalties)
+        params = ResolvedSamplingParams(rule, 1, 2, temperature=0.0 if rule is Rule.GREEDY else 1.0, **penalties)
         self.tell(Open(1, 1, params, POSITIONS_MAX, VOCABULARY_SIZE))
         self.tell(Commit(1, 1, length, tuple(self.committed), WINDOW, NODES_PER_STEP))
         self.settle()

@@ -19,6 +19,7 @@ VALUE_MODULES = (
     "records",
     "report",
     "limits",
+    "fields",
     "noise",
     "fingerprint",
     "tree_shape",
@@ -66,6 +67,7 @@ TABLE = (
         (
             "specdec.errors",
             "specdec.step_curve",
+            "specdec.protocol.limits",
             "specdec.protocol.types",
             "specdec.protocol.plan",
             "specdec.protocol.policy",
@@ -81,6 +83,7 @@ TABLE = (
             "specdec.folders",
             "specdec.process_watch",
             "specdec.tokenizer_file",
+            "specdec.protocol.limits",
             "specdec.protocol.types",
             "specdec.protocol.heads",
             "specdec.protocol.fingerprint",

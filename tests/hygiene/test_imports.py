@@ -25,6 +25,7 @@ EDGES_OF_THE_WIRE = frozenset(
         "specdec.coordinator.service",
         "specdec.coordinator.peers",
         "specdec.coordinator.replicas",
+        "specdec.rpc.wire_fields",
         "specdec.draft_service.service",
         "specdec.target_service.service",
         "specdec.replica.app",

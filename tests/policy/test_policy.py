@@ -16,12 +16,13 @@ from specdec.policy.goodput import Goodput
 from specdec.policy.goodput_policy import GoodputPolicy
 from specdec.policy.plans import catalogue
 from specdec.policy.steps import StepTimes
+from specdec.protocol.limits import DRAFT_LENGTH_LIMIT
 from specdec.protocol.offer import make_offer
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Policy
 from specdec.protocol.records import RoundRecord
 from specdec.protocol.request import GenerationRequest, SamplingParams
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer, Rule, TokenKind
+from specdec.protocol.types import Proposer, Rule, TokenKind
 from tests.protocol.test_offer import WIDE, Certain, grown, paths_of
 from tests.support.fleets import MODEL, fleet_of
 from tests.support.records import changed, round_record

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.report import DELTA_TOKEN_COUNT_MAX, Delta, Round
-from specdec.protocol.types import (
-    DRAFT_LENGTH_LIMIT,
-    LOGPROBS_MAX,
-    TOKENS_MAX,
-    Description,
-    PositionLogprobs,
-    Proposer,
-    TokenKind,
-)
+from specdec.protocol.limits import DELTA_TOKEN_COUNT_MAX, DRAFT_LENGTH_LIMIT, LOGPROBS_MAX, TOKENS_MAX
+from specdec.protocol.report import Delta, Round
+from specdec.protocol.types import Description, PositionLogprobs, Proposer, TokenKind
 from specdec.rpc.convert_generate import event_to_message
 from specdec.rpc.limits import MESSAGE_BYTES_MIN
 

@@ -17,7 +17,8 @@ from specdec.engine.loading.model import load_model
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.engine.table_model import write_table_model
 from specdec.errors import CacheExhausted, DeliveryStalled, InvalidRequest, SpecdecError
-from specdec.protocol.items import ITEM_COUNT_MAX, Close, Failure, MissingTokens, Nodes, Open, Verification
+from specdec.protocol.items import Close, Failure, MissingTokens, Nodes, Open, Verification
+from specdec.protocol.limits import ITEM_COUNT_MAX
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.replica import stream as stream_module
 from specdec.replica.handler import ABANDONED_S, ASKING_S, HELD_S, ItemHandler, ReplicaService, ReplicaSession

@@ -6,14 +6,8 @@ import pytest
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import Open, VerificationResult
-from specdec.protocol.types import (
-    CACHE_SALT_LENGTH_MAX,
-    CacheSize,
-    Description,
-    ResolvedSamplingParams,
-    Rule,
-    SamplerOutput,
-)
+from specdec.protocol.limits import CACHE_SALT_LENGTH_MAX
+from specdec.protocol.types import CacheSize, Description, ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.rpc.convert import description_from_message, description_to_message
 from specdec.rpc.convert_generate import request_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes

@@ -1,4 +1,4 @@
-"""The limits of the wire: the table against the descriptors, and the readers against the table.
+"""The limits of the wire: every field of the proto files has one, and the readers hold it to it.
 
 Messages are built from valid ones by enlarging one field, so a refusal can have no other cause.
 """
@@ -20,20 +20,21 @@ from grpc_reflection.v1alpha import reflection_pb2
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
 from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
+from specdec.protocol.limits import LIMITS, TOKENS_MAX, UINT32_MAX
 from specdec.protocol.request import GenerationRequest
-from specdec.protocol.types import TOKENS_MAX, DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_generate import request_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.field_count import check_field_count
 from specdec.rpc.limits import (
     CALLS,
-    LIMITS,
     MESSAGE_BYTES_SOFT,
     PACKED_BYTES_MAX,
     STREAM_REQUEST_BYTES_MAX,
     STREAM_RESPONSE_BYTES_MAX,
 )
+from specdec.rpc.wire_fields import FIELD_LIMITS
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -44,8 +45,8 @@ PROTO = ROOT / "proto"
 FILES = tuple(
     importlib.import_module(".".join(path.relative_to(PROTO).with_suffix("").parts) + "_pb2")
     for path in sorted(PROTO.rglob("*.proto"))
+    if path.name != "field.proto"  # says what the fields are, and never travels
 )
-BY_FIELD = {field: limit for limit in LIMITS for field in limit.field_names()}
 NO_SIZE = (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_MESSAGE)
 SIZED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 LARGEST = {  # of the whole numbers that a peer chooses, by type
@@ -100,14 +101,14 @@ def limited_fields() -> Iterator[str]:
                     yield key_of(field) + ("[]" if field.is_repeated else "")
 
 
-def test_every_field_has_one_limit() -> None:
-    """Claim: each repeated, string, bytes and number field of every proto file has exactly one limit with a name
-    and a reason (style: a limit on everything, with a name and the reason for its value). Conclusive: the fields come
-    from the files in `proto/`, so a new field without a limit fails, and so does a limit of a field that is gone."""
-    calls = [call for limit in CALLS for call in limit.field_names()]
-    named = [field for limit in LIMITS for field in limit.field_names()]
-    assert sorted(named) == sorted((*limited_fields(), *calls))
-    assert all(limit.name and limit.reason and limit.low <= limit.high for limit in LIMITS)
+def test_every_field_has_a_limit() -> None:
+    """Claim: each repeated, string, bytes and number field of every proto file has a limit with a name and a reason
+    (style: a limit on everything, with a name and the reason for its value), and every limit by name is that of some
+    field. Conclusive: the fields come from the files in `proto/`, so a new field without a limit fails, and so does a
+    limit that no field has."""
+    assert sorted(FIELD_LIMITS) == sorted(limited_fields())
+    assert all(limit.name and limit.reason and limit.low <= limit.high for limit in FIELD_LIMITS.values())
+    assert set(LIMITS) <= {limit.name for limit in FIELD_LIMITS.values()}
 
 
 def limited_calls() -> Iterator[str]:
@@ -203,7 +204,7 @@ def test_packed_numbers_have_a_range(field: str) -> None:
     message = target_pb.VerifyResponse.FromString(item_to_bytes(target_pb.VerifyResponse, valid)).items[0]
     result = getattr(message, message.WhichOneof("item"))
     part, name = (result if "target_probs" in field else result.logprobs), field.partition(".")[2]
-    code, limit = ("d" if "target_probs" in field else "f"), BY_FIELD[f"{field}[]"]
+    code, limit = ("d" if "target_probs" in field else "f"), FIELD_LIMITS[f"{field}[]"]
     count = len(getattr(part, name)) // array(code).itemsize
 
     def read(value: float, place: int) -> None:
@@ -266,7 +267,7 @@ def enlarged(count: int | None) -> Iterator[tuple[str, float, Any, Callable[[Any
     """(field, its limit, message with `count` entries there (None: one above the limit), reader)."""
     for message, part, read in valid_messages():
         for path in fields_of(part.DESCRIPTOR, lambda field: field.is_repeated or field.type in SIZED):
-            limit = BY_FIELD[key_of(path[-1])]
+            limit = FIELD_LIMITS[key_of(path[-1])]
             high = POSITIONS_MAX if limit.name == "TOKENS_MAX" else limit.high
             if limit.name == "message size":
                 continue
@@ -334,7 +335,7 @@ def raised_numbers() -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
         for path in fields_of(part.DESCRIPTOR, lambda field: field.type in (*LARGEST, FieldDescriptor.TYPE_DOUBLE)):
             field = path[-1]
             name = key_of(field) + ("[]" if field.is_repeated else "")
-            for number in beyond(field, BY_FIELD[name].high):
+            for number in beyond(field, FIELD_LIMITS[name].high):
                 copy = type(message)()
                 copy.CopyFrom(message)
                 inner = copy if part is message else getattr(copy, copy.WhichOneof("item"))
@@ -362,7 +363,7 @@ def test_a_number_next_to_its_limit_is_refused() -> None:
         found = refusal(message, read)
         is_refused = isinstance(found, InvalidRequest) or (isinstance(found, items.Nodes) and found.malformed_count)
         assert is_refused or field in OF_VOCABULARY, field
-    assert {*OF_VOCABULARY, "ResolvedSamplingParams.frequency_penalty"} < set(seen) and len(set(seen)) > 25
+    assert {*OF_VOCABULARY, "SamplingParams.frequency_penalty"} < set(seen) and len(set(seen)) > 25
 
 
 @pytest.mark.parametrize("bad", BAD_DESCRIPTIONS, ids=str)
@@ -379,10 +380,10 @@ def test_a_number_of_a_description_is_checked(bad: dict[str, Any]) -> None:
 def largest_items() -> Iterator[tuple[int, bytes]]:
     """(cap of the stream, the largest message of one item that obeys every limit)."""
     many, probs = (TOKENS_MAX - 1,), DraftProbs(tuple(range(0, TOKENS_MAX, TOKENS_MAX >> 10)), (1,) * 1024)
-    name, long = (items.UINT32_MAX,) * 2, "x" * 128
+    name, long = (UINT32_MAX,) * 2, "x" * 128
     biases = tuple((TOKENS_MAX - 1024 + index, 1.5) for index in range(1024))
     params = ResolvedSamplingParams(Rule.REJECTION, 1, 1, logit_bias=biases, stop_token_ids=tuple(range(9000, 9128)))
-    verification = items.Verification(*name, items.UINT32_MAX, TOKENS_MAX, many * 2048, many * 64, (probs,) * 64, TRACE)
+    verification = items.Verification(*name, UINT32_MAX, TOKENS_MAX, many * 2048, many * 64, (probs,) * 64, TRACE)
     nodes = []
     for first in range(1000, 1320, 5):  # an evaluated node that the coordinator did not know, and its four children
         nodes.append(items.DraftNode(first, 0, TOKENS_MAX - 1, False, None, 17))
@@ -442,7 +443,7 @@ def test_a_string_far_beyond_its_limit_is_refused_before_it_is_parsed(name: str)
     )
     high, limit = 1000, "1000 bytes"
     if name != "prompt.text":
-        size = BY_FIELD[field]
+        size = FIELD_LIMITS[field]
         high = int(size.high) * (1 if size.is_bytes else 4)
         limit = f"{size.high} {'bytes' if size.is_bytes else 'characters'}"
 

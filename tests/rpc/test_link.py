@@ -17,7 +17,7 @@ import pytest
 
 from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import InvalidRequest
-from specdec.protocol.items import ITEM_COUNT_MAX
+from specdec.protocol.limits import ITEM_COUNT_MAX
 from specdec.rpc import link as link_module
 from specdec.rpc.client import open_channel
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, PING_OPTIONS

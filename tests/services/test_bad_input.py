@@ -19,6 +19,7 @@ from specdec.replica.handler import ABANDONED_S
 from specdec.rpc.limits import REQUEST_FIELD_COUNT_MAX, STREAM_COUNT_MAX, STREAM_REQUEST_BYTES_MAX
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import open_item_pb2 as open_item_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.services import Client, Services
@@ -154,14 +155,14 @@ def test_a_field_the_server_does_not_know_is_refused(table_services: Services):
     assert "field 1007" in caught.value.details()
 
 
-def params(**changed) -> types_pb.ResolvedSamplingParams:
-    fields = dict(rule=2, seed=1, temperature=1.0, top_p=1.0, repetition_penalty=1.0, prompt_length=2)
-    return types_pb.ResolvedSamplingParams(**{**fields, **changed})
+def params(**changed) -> open_item_pb.ResolvedSamplingParams:
+    fields = dict(rule=2, seed=1, prompt_length=2)
+    return open_item_pb.ResolvedSamplingParams(**{**fields, **changed})
 
 
-def opened(session: int = 1, **changed) -> types_pb.OpenItem:
+def opened(session: int = 1, **changed) -> open_item_pb.OpenItem:
     fields = dict(session=session, incarnation=1, params=params(), length_max=20, vocabulary_size=7)
-    return types_pb.OpenItem(**{**fields, **changed})
+    return open_item_pb.OpenItem(**{**fields, **changed})
 
 
 def verify(**changed) -> target_pb.VerifyItem:
@@ -177,7 +178,15 @@ GOOD_PROBS = draft_probs([1, 2], b"\x00\x10")  # tokens 1 and 3
 TARGET_CASES = {
     "empty item": (target_pb.VerifyRequestItem(), "item"),
     "session 0": (target_pb.VerifyRequestItem(open=opened(session=0)), "session"),
-    "no parameters": (target_pb.VerifyRequestItem(open=opened(params=types_pb.ResolvedSamplingParams())), "rule"),
+    "no parameters": (target_pb.VerifyRequestItem(open=opened(params=open_item_pb.ResolvedSamplingParams())), "rule"),
+    "a parameter of a request only": (
+        target_pb.VerifyRequestItem(open=opened(params=params(sampling={"max_tokens": 3}))),
+        "sampling.max_tokens",
+    ),
+    "a parameter beyond its limit": (
+        target_pb.VerifyRequestItem(open=opened(params=params(sampling={"min_p": 1.5}))),
+        "min_p",
+    ),
     "more positions than the model": (target_pb.VerifyRequestItem(open=opened(length_max=513)), "length_max"),
     "empty suffix": (target_pb.VerifyRequestItem(verify=verify(suffix_token_ids=[])), "suffix_token_ids"),
     "unknown token": (

@@ -21,7 +21,7 @@ import pytest
 from specdec.config import CoordinatorSettings
 from specdec.engine.table_model import write_table_model
 from specdec.launch.children import start
-from specdec.protocol.items import UINT32_MAX
+from specdec.protocol.limits import UINT32_MAX
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import target_service_pb2 as target_pb

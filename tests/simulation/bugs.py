@@ -23,7 +23,8 @@ from specdec.protocol import rejection
 from specdec.protocol import session as session_module
 from specdec.protocol.events import NOTHING_READY, FromDraft, FromTarget, Ready, TargetLost
 from specdec.protocol.growth import GrowingTree
-from specdec.protocol.items import UINT32_MAX, Close, DraftNode, Nodes
+from specdec.protocol.items import Close, DraftNode, Nodes
+from specdec.protocol.limits import UINT32_MAX
 from specdec.protocol.noise import Lane
 from specdec.protocol.proposers import NgramProposer, PredictionProposer
 from specdec.protocol.report import Delta

@@ -87,7 +87,9 @@ class Order:
     def params(self, attempt: int) -> ResolvedSamplingParams:
         """The resolved sampling parameters; without a seed each attempt draws another."""
         seed = hash64(self.seed, Lane.NEXT, attempt, 0) if self.rule is Rule.REJECTION else self.seed
-        return ResolvedSamplingParams(self.rule, seed, len(self.prompt), 0.0 if self.rule is Rule.GREEDY else 1.0)
+        return ResolvedSamplingParams(
+            self.rule, seed, len(self.prompt), temperature=0.0 if self.rule is Rule.GREEDY else 1.0
+        )
 
 
 @dataclass(slots=True)

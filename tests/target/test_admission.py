@@ -18,16 +18,8 @@ from specdec.decoding.verification import verify
 from specdec.engine.loading.model import load_model
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.engine.table_model import write_table_model
-from specdec.protocol.items import (
-    UINT32_MAX,
-    Close,
-    Extend,
-    Failure,
-    MissingTokens,
-    Open,
-    Verification,
-    VerificationResult,
-)
+from specdec.protocol.items import Close, Extend, Failure, MissingTokens, Open, Verification, VerificationResult
+from specdec.protocol.limits import UINT32_MAX
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
 from specdec.replica.handler import ItemHandler
 from specdec.rpc.convert_items import item_to_bytes

@@ -14,7 +14,7 @@ from typing import Any
 
 from specdec.errors import ConfigError
 from specdec.folders import refuse
-from specdec.protocol.types import PARAMS_STOP_TOKEN_COUNT_MAX, TOKENS_MAX
+from specdec.protocol.limits import PARAMS_STOP_TOKEN_COUNT_MAX, TOKENS_MAX
 
 LAYERS_MAX = 1024
 WIDTH_MAX = 1 << 22  # of a layer, and numbers of heads
