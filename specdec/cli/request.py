@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
-from specdec.client.request import FIELDS, Request, make_request
+from specdec.client.request import FIELDS, WORDS, Request, make_request
 from specdec.config import OUTPUT, PROMPT, SAMPLING, SPECULATION, ClientSettings
 from specdec.errors import ConfigError
+from specdec.protocol.fields import MEANINGS
+from specdec.protocol.limits import UINT32_MAX, UINT64_MAX
 from specdec.settings import CONNECTION, ProposerNames, setting
 
-UINT32_MAX = (1 << 32) - 1
-UINT64_MAX = (1 << 64) - 1
+WITHOUT_FLAG = ("n", "report_rounds", "report_statistics")  # --rounds reports them
+FLAG_NAMES = {"enabled": "speculative"}  # others have the name of their field
 
 
 def option(group: str, help: str, default: Any = None, metavar: str = "", **more: Any) -> Any:
@@ -50,8 +52,35 @@ Biases = Annotated[tuple[tuple[TokenId, float], ...], BeforeValidator(split_bias
 Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
-class GenerateSettings(ClientSettings):
-    """One generation, and its output format."""
+def flag(field: Any) -> tuple[Any, Any]:
+    """Returns type and setting of the flag for a field of the wire, with its comment as help."""
+    message = field.containing_type.name
+    group, meaning = SAMPLING if message == "SamplingParams" else SPECULATION, MEANINGS[f"{message}.{field.name}"]
+    if field.enum_type and field.is_repeated:
+        return ProposerNames, option(group, meaning, "", "NAME,NAME,…")
+    if field.enum_type:
+        return Literal[*WORDS[field.name]] | None, option(group, meaning)
+    if field.message_type:
+        return Biases, option(group, f"{meaning} May be repeated.", (), "ID=BIAS")
+    if field.is_repeated:
+        if field.type == field.TYPE_STRING:
+            return Texts, option(group, f"{meaning} May be repeated.", ())
+        return TokenIds, option(group, meaning, (), "ID,ID,…")
+    if field.type in (field.TYPE_BOOL, field.TYPE_DOUBLE):
+        return (bool if field.type == field.TYPE_BOOL else float) | None, option(group, meaning)
+    most = UINT32_MAX if field.type == field.TYPE_UINT32 else UINT64_MAX
+    return int | None, option(group, meaning, ge=0, le=most)
+
+
+if TYPE_CHECKING:
+    WireSettings = ClientSettings
+else:
+    flags = {FLAG_NAMES.get(name, name): flag(own) for name, own in FIELDS.items() if name not in WITHOUT_FLAG}
+    WireSettings = create_model("WireSettings", __base__=ClientSettings, **flags)
+
+
+class GenerateSettings(WireSettings):
+    """One generation, and its output format; sampling parameters and speculation have the flags of their fields."""
 
     prompt: str | None = option(PROMPT, "The text to continue; - reads it from standard input.", positional=True)
     prompt_ids: TokenIds = option(PROMPT, "Token ids to continue instead of a text.", (), "ID,ID,…")
@@ -60,61 +89,8 @@ class GenerateSettings(ClientSettings):
     )
     label: str = option(PROMPT, "Name of the request in logs.", "")
     cache_salt: str = option(PROMPT, "Only requests with the same salt share cached prefixes.", "", metavar="TEXT")
-    max_tokens: int | None = option(SAMPLING, "Maximum number of output tokens.", ge=0, le=UINT32_MAX)
-    min_tokens: int | None = option(SAMPLING, "Minimum number of output tokens before a stop.", ge=0, le=UINT32_MAX)
-    temperature: float | None = option(SAMPLING, "0 selects the likeliest token; otherwise 0.01 to 100. Absent: 1.")
-    top_k: int | None = option(SAMPLING, "Number of likeliest tokens to sample from; 0: all.", ge=0, le=UINT32_MAX)
-    top_p: float | None = option(
-        SAMPLING, "Cumulative probability of the likeliest tokens to sample from; above 0, at most 1."
-    )
-    min_p: float | None = option(SAMPLING, "Drop tokens below this share of the likeliest's probability; 0 to 1.")
-    repetition_penalty: float | None = option(SAMPLING, "Penalty for tokens in prompt or output; 1: none.")
-    presence_penalty: float | None = option(SAMPLING, "Penalty, once, for tokens in the output; -2 to 2.")
-    frequency_penalty: float | None = option(SAMPLING, "Penalty per occurrence of tokens in the output; -2 to 2.")
-    logit_bias: Biases = option(SAMPLING, "Number added to a token's logit; may be repeated.", (), "ID=BIAS")
-    seed: int | None = option(SAMPLING, "Makes the text reproducible, with any draft.", ge=0, le=UINT64_MAX)
-    stop: Texts = option(SAMPLING, "String that ends the text; may be repeated.", ())
-    stop_token_ids: TokenIds = option(SAMPLING, "Token ids that end the text.", (), "ID,ID,…")
-    ignore_eos: bool | None = option(SAMPLING, "Continue after the model's end tokens.")
-    logprobs: int | None = option(
-        SAMPLING,
-        "0: log-probability of each token; N: also of the N likeliest; printed with --json.",
-        ge=0,
-        le=UINT32_MAX,
-    )
-    speculative: bool | None = option(
-        SPECULATION, "Use the draft and every other proposer; the distribution of the text is the same without."
-    )
-    num_speculative_tokens: int | None = option(
-        SPECULATION, "Maximum draft tokens per verification; absent: the server's setting.", ge=0, le=UINT32_MAX
-    )
-    policy: Literal["auto", "fixed", "off"] | None = option(
-        SPECULATION,
-        "auto measures and adapts, fixed uses the flags below, off disables speculation; absent: the server's.",
-    )
-    draft_window: int | None = option(
-        SPECULATION, "With --policy fixed: maximum positions the draft runs ahead.", ge=0, le=UINT32_MAX
-    )
-    draft_nodes_per_step: int | None = option(
-        SPECULATION, "With --policy fixed: tree nodes the draft evaluates per step; 1: a chain.", ge=0, le=UINT32_MAX
-    )
-    draft_wait_ms: float | None = option(
-        SPECULATION, "With --policy fixed: maximum wait for draft tokens before a verification; 0: none."
-    )
-    draft_siblings: int | None = option(
-        SPECULATION,
-        "With --policy fixed: siblings of each draft token, verified with it as a tree; at most 3.",
-        ge=0,
-        le=UINT32_MAX,
-    )
-    proposers: ProposerNames = option(
-        SPECULATION, "Sources of draft tokens, of those the server has; absent: all.", "", "NAME,NAME,…"
-    )
     prediction: Path | None = option(
         SPECULATION, "File with the text expected in the answer, such as the text to edit: guesses for verification."
-    )
-    rule: Literal["greedy", "rejection", "coupled"] | None = option(
-        SPECULATION, "Verification rule; absent: by the sampling parameters."
     )
     rounds: bool = option(
         OUTPUT, "Print a table of the rounds after the text, to standard error; with --json deltas carry them.", False
@@ -134,10 +110,9 @@ class GenerateSettings(ClientSettings):
 
 def build_request(settings: GenerateSettings, prompt: str | None) -> Request:
     """Returns the message; `prompt` is the text, None with --prompt-ids. Raises ConfigError for invalid values."""
-    given = {name: getattr(settings, name, None) for name in FIELDS}
-    given["enabled"] = settings.speculative
+    given = {name: getattr(settings, FLAG_NAMES.get(name, name), None) for name in FIELDS}
     given["report_rounds"] = settings.rounds or None
-    given["proposers"] = [name for name in settings.proposers.split(",") if name]
+    given["proposers"] = [name for name in (given["proposers"] or "").split(",") if name]
     predicted: str | tuple[int, ...] = ()
     if settings.prediction is not None:
         try:

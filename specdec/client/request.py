@@ -14,11 +14,21 @@ from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 
 Request = coordinator_pb.GenerateRequest
-SAMPLING, SPECULATIVE = (
-    tuple(field.name for field in message.DESCRIPTOR.fields)
+SAMPLING = coordinator_pb.SamplingParams.DESCRIPTOR.fields_by_name
+FIELDS = {  # descriptors of all that `make_request` takes by name, in their order
+    field.name: field
     for message in (coordinator_pb.SamplingParams, coordinator_pb.SpeculativePolicy)
-)
-FIELDS = (*SAMPLING, *SPECULATIVE)  # all that `make_request` takes by name
+    for field in message.DESCRIPTOR.fields
+}
+PREFIXES = {  # of the names that enums have on the wire, such as RULE_ for GREEDY
+    name: own.enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    for name, own in FIELDS.items()
+    if own.enum_type
+}
+WORDS = {  # that stand for them
+    name: tuple(own.name.removeprefix(prefix).lower() for own in FIELDS[name].enum_type.values if own.number)
+    for name, prefix in PREFIXES.items()
+}
 
 
 def make_request(
@@ -35,9 +45,9 @@ def make_request(
     value that does not fit."""
     biases = fields.pop("logit_bias", None) or ()
     pairs = biases.items() if isinstance(biases, Mapping) else biases
-    for name, prefix in (("rule", "RULE_"), ("policy", "POLICY_")):
-        fields[name] = _named(fields.get(name), prefix)
-    fields["proposers"] = [_named(name, "PROPOSER_") for name in fields.get("proposers") or ()]
+    for name, prefix in PREFIXES.items():
+        given = fields.get(name)
+        fields[name] = [_named(one, prefix) for one in given or ()] if name == "proposers" else _named(given, prefix)
     try:
         request = Request(
             sampling=coordinator_pb.SamplingParams(

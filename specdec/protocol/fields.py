@@ -159,7 +159,7 @@ MEANINGS = {
         "Log-probabilities: absent none, 0 of each output token, n (at most 20) also of the n likeliest."
     ),
     "SamplingParams.n": ("Number of texts; only 1 is accepted. Absent: 1."),
-    "SpeculativePolicy.enabled": ("False: plain decoding. Absent: true."),
+    "SpeculativePolicy.enabled": ("False: plain decoding, without draft and every other proposer. Absent: true."),
     "SpeculativePolicy.num_speculative_tokens": (
         "Most draft tokens in one verification; 0 is plain decoding; at most the server's maximum. Absent: "
         "with FIXED the server's default, otherwise its maximum."

@@ -27,7 +27,6 @@ from specdec.advise.serving import (
     rate_of,
 )
 from specdec.advise.settings import AdviseSettings
-from specdec.cli.request import UINT64_MAX
 from specdec.client.events import event_of
 from specdec.client.run import Run
 from specdec.client.stream import Client
@@ -38,6 +37,7 @@ from specdec.distill.writing import TextOrder, TextWriter
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
+from specdec.protocol.limits import UINT64_MAX
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
