@@ -11,6 +11,16 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.client.request import FIELDS
+
+# Sampling parameters that have another form over HTTP, or none; the other numbers and flags are as in gRPC.
+OTHER_FORM = ("max_tokens", "top_k", "logit_bias", "seed", "stop", "stop_token_ids", "logprobs", "n")
+SAME_FORM = {
+    name: field
+    for name, field in FIELDS.items()
+    if field.containing_type.name == "SamplingParams" and name not in OTHER_FORM
+}
+
 
 class Fate(enum.Enum):
     """What becomes of a field."""
@@ -68,19 +78,12 @@ TABLE = (
     _honoured("prompt", "text or token ids, or at most 64 of them: a choice each", (COMPLETIONS,)),
     _honoured("max_completion_tokens", "`sampling.max_tokens`; chat without: what fits; completions: 16"),
     _honoured("max_tokens", "older name of `max_completion_tokens`; both must be equal"),
-    _honoured("min_tokens", "`sampling.min_tokens`"),
-    _honoured("temperature", "`sampling.temperature`"),
-    _honoured("top_p", "`sampling.top_p`"),
+    *(_honoured(name, f"`sampling.{name}`") for name in SAME_FORM),
     _honoured("top_k", "`sampling.top_k`; -1 is all, as 0"),
-    _honoured("min_p", "`sampling.min_p`"),
-    _honoured("repetition_penalty", "`sampling.repetition_penalty`"),
-    _honoured("presence_penalty", "`sampling.presence_penalty`"),
-    _honoured("frequency_penalty", "`sampling.frequency_penalty`"),
     _honoured("logit_bias", "`sampling.logit_bias`"),
     _honoured("seed", "`sampling.seed`: its 64 bits, also of a negative one"),
     _honoured("stop", "`sampling.stop`; the text of a special token is its id in `sampling.stop_token_ids` too"),
     _honoured("stop_token_ids", "`sampling.stop_token_ids`"),
-    _honoured("ignore_eos", "`sampling.ignore_eos`"),
     _honoured("logprobs", "`sampling.logprobs`; chat: true or false, completions: 0 to 20"),
     _honoured("top_logprobs", "`sampling.logprobs`, 0 to 20; needs `logprobs`", (CHAT,)),
     _honoured("return_tokens_as_token_ids", "tokens of log-probabilities are `token_id:ID`"),

@@ -8,21 +8,12 @@ from typing import Any
 
 from specdec.client.request import Request, make_request
 from specdec.gateway.errors import too_long
+from specdec.gateway.fields import SAME_FORM
 from specdec.gateway.prompts import Prompts
 from specdec.gateway.requests import ChatRequest, CompletionRequest, Generation, Speculative
 
 COMPLETION_TOKENS_DEFAULT = 16
 SEED_MASK = (1 << 64) - 1
-SAME_NAMES = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-)
 
 
 def salt_of(identity: str | None, cache_salt: str | None) -> str:
@@ -70,7 +61,7 @@ def make_requests(
 
 def sampling_fields(body: Generation, prompts: Prompts, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of SamplingParams but `max_tokens`."""
-    fields = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
+    fields = {name: getattr(body, name) for name in SAME_FORM if getattr(body, name) is not None}
     if body.top_k is not None:
         fields["top_k"] = max(0, body.top_k)
     for name, value in defaults.items():

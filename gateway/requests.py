@@ -6,16 +6,23 @@ known to `fields`; ranges of sampling parameters are the coordinator's, whose er
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from specdec.gateway.fields import CHAT, COMPLETIONS
+from specdec.client.request import FIELDS, WORDS
+from specdec.gateway.fields import CHAT, COMPLETIONS, SAME_FORM
 from specdec.gateway.strict import NAME_LENGTH_MAX, Strict, bounded_json
+from specdec.protocol.fields import (
+    LOGIT_BIAS_COUNT_MAX,
+    MEANINGS,
+    STOP_COUNT_MAX,
+    STOP_TOKEN_IDS_COUNT_MAX,
+)
+from specdec.protocol.limits import LOGPROBS_MAX, UINT32_MAX
 
-UINT32_MAX = (1 << 32) - 1
 PROMPT_COUNT_MAX = 64
 MESSAGE_COUNT_MAX = 4096
 PART_COUNT_MAX = 1024  # of one message
@@ -28,6 +35,29 @@ TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 Count = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 Text = Annotated[str, Field(max_length=TEXT_LENGTH_MAX)]
 Name = Annotated[str, Field(max_length=NAME_LENGTH_MAX)]
+
+
+def field_of(wire: Any) -> tuple[Any, Any]:
+    """Returns type and default of the field of HTTP for one of gRPC, with its meaning."""
+    meaning = Field(None, description=MEANINGS[f"{wire.containing_type.name}.{wire.name}"])
+    if wire.enum_type and wire.is_repeated:
+        words: Any = Literal[*WORDS[wire.name]]
+        limit = Field(max_length=len(WORDS[wire.name]), fail_fast=True)
+        return Annotated[list[words], limit], Field([], description=meaning.description)
+    if wire.enum_type:
+        return Literal[*WORDS[wire.name]] | None, meaning
+    return {wire.TYPE_BOOL: bool, wire.TYPE_DOUBLE: float}.get(wire.type, Count) | None, meaning
+
+
+if TYPE_CHECKING:
+    SpeculativePolicy = SamplingParams = Strict
+else:
+    policy = {name: own for name, own in FIELDS.items() if own.containing_type.name == "SpeculativePolicy"}
+    reported = ("report_rounds", "report_statistics")  # as `rounds` and `statistics`
+    own_fields = {name: field_of(own) for name, own in policy.items() if name not in reported}
+    SpeculativePolicy = create_model("SpeculativePolicy", __base__=Strict, **own_fields)
+    own_fields = {name: field_of(own) for name, own in SAME_FORM.items()}
+    SamplingParams = create_model("SamplingParams", __base__=Strict, **own_fields)
 
 
 class StreamOptions(Strict):
@@ -63,20 +93,9 @@ class Prediction(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Speculative(Strict):
+class Speculative(SpeculativePolicy):
     """Speculation of the request, and what the answer says of it: `statistics` at its end, `rounds` with its tokens."""
 
-    enabled: bool | None = None
-    num_speculative_tokens: Count | None = None
-    rule: Literal["greedy", "rejection", "coupled"] | None = None
-    policy: Literal["auto", "fixed", "off"] | None = None
-    draft_window: Count | None = None
-    draft_nodes_per_step: Count | None = None
-    draft_wait_ms: float | None = None
-    draft_siblings: Count | None = None
-    proposers: Annotated[
-        list[Literal["draft", "ngram", "suffix", "prediction", "heads"]], Field(max_length=8, fail_fast=True)
-    ] = []
     statistics: bool = False
     rounds: bool = False
 
@@ -175,28 +194,29 @@ PROMPT_SCHEMA = {
     ]
 }
 Prompt = Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(PROMPT_SCHEMA)]
-Stops = Annotated[list[Text], Field(max_length=16, fail_fast=True)]
+Stops = Annotated[list[Text], Field(max_length=STOP_COUNT_MAX, fail_fast=True)]
 
 
-class Generation(Strict):
+Biases = Annotated[dict[str, float], Field(max_length=LOGIT_BIAS_COUNT_MAX), AfterValidator(_check_biases)]
+
+
+class Generation(SamplingParams):
     """The fields that both endpoints have."""
 
     model: Name | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
-    min_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024), AfterValidator(_check_biases)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = Field(
+        None, description=MEANINGS["SamplingParams.top_k"]
+    )
+    logit_bias: (
+        Annotated[dict[str, float], Field(max_length=LOGIT_BIAS_COUNT_MAX), AfterValidator(_check_biases)] | None
+    ) = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: Text | Stops | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
-    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKEN_IDS_COUNT_MAX, fail_fast=True)] | None = Field(
+        None, description=MEANINGS["SamplingParams.stop_token_ids"]
+    )
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
     stream: bool = False
@@ -254,7 +274,7 @@ class ChatRequest(Generation):
     endpoint = CHAT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGE_COUNT_MAX, fail_fast=True)]
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     tools: (
         Annotated[list[Tool], Field(max_length=TOOL_COUNT_MAX, fail_fast=True), bounded_json(TOOLS_BYTES_MAX)] | None
     ) = None
@@ -281,7 +301,7 @@ class CompletionRequest(Generation):
 
     endpoint = COMPLETIONS
     prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
 
 
 class TokenizeRequest(Strict):
