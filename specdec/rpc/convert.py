@@ -15,6 +15,9 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from specdec.errors import InvalidRequest
 from specdec.protocol.fields import CommonSamplingParams
 from specdec.protocol.heads import HEADS_MAX
@@ -48,6 +51,7 @@ from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import open_item_pb2 as open_item_pb
 from specdec.v1 import types_pb2 as types_pb
 
+UNKNOWN_BYTES_NAMED_MAX = 4096  # more bytes of unknown fields are refused without a look for their numbers
 _COMMON = {own.name: own.default for own in fields(CommonSamplingParams)}
 _common_of = attrgetter(*_COMMON)
 _FIELDS = coordinator_pb.SamplingParams.DESCRIPTOR.fields
@@ -65,6 +69,29 @@ def bounded(field: str, value: Field, size_max: int) -> Field:
         unit = {str: "characters", bytes: "bytes"}.get(type(value), "entries")
         raise InvalidRequest(field, len(value), f"at most {size_max} {unit}")
     return value
+
+
+def check_known(message: Message) -> None:
+    """Raises InvalidRequest for a field number this version does not know, anywhere in `message`."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    size = message.ByteSize() - known.ByteSize()
+    if size > UNKNOWN_BYTES_NAMED_MAX:
+        name = message.DESCRIPTOR.name
+        raise InvalidRequest(name, f"{size} bytes of unknown fields", "of fields this server knows")
+    if size:
+        _name_unknown(message, "")
+
+
+def _name_unknown(message: Message, path: str) -> None:
+    for unknown in UnknownFieldSet(message):
+        raise InvalidRequest(f"{path}field {unknown.field_number}", "set", "absent: this server does not know it")
+    for descriptor, value in message.ListFields():
+        if descriptor.type != descriptor.TYPE_MESSAGE:
+            continue
+        for part in value if descriptor.is_repeated else (value,):
+            _name_unknown(part, f"{path}{descriptor.name}.")
 
 
 def numbers_to_bytes(code: FloatCode, values: Iterable[float]) -> bytes:
@@ -134,6 +161,7 @@ def rule_from_number(number: int) -> Rule:
 def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> ResolvedSamplingParams:
     """Returns the checked sampling parameters of a message. Raises InvalidRequest naming the field."""
     check_counts(message.sampling, "")
+    check_known(message.sampling)
     given = values_of(message.sampling)
     for name in given.keys() - _COMMON.keys():
         raise InvalidRequest(f"sampling.{name}", "set", "absent: a replica does not need it")

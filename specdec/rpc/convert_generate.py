@@ -11,9 +11,6 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any, cast
 
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from specdec.config import SpeculationSettings
 from specdec.errors import InvalidRequest
 from specdec.protocol.fields import SpeculativeFields
@@ -29,18 +26,20 @@ from specdec.protocol.types import Description, PositionLogprobs, Proposer, Rule
 from specdec.rpc.convert import (
     bounded,
     check_counts,
+    check_known,
     description_to_message,
     numerics_to_message,
     rule_from_number,
     rule_to_number,
     values_of,
 )
+from specdec.rpc.wire_fields import FIELD_LIMITS
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
-UNKNOWN_BYTES_NAMED_MAX = 4096  # more bytes of unknown fields are refused without a look for their numbers
 TIME_NAMES = [field.name for field in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
 COUNT_NAMES = [own.name for own in coordinator_pb.Statistics.DESCRIPTOR.fields if own.name not in ("time", "rule")]
 TIMES, COUNTS = attrgetter(*TIME_NAMES), attrgetter(*COUNT_NAMES)  # of each delta, if asked for
+PROPOSER_COUNT_MAX = int(FIELD_LIMITS["SpeculativePolicy.proposers"].high)
 _SPECULATIVE = [own.name for own in fields(SpeculativeFields)]
 
 
@@ -50,29 +49,6 @@ def check_all_counts(message: coordinator_pb.GenerateRequest, positions_max: int
     bounded("resume.output_token_ids", message.resume.output_token_ids, positions_max)
     bounded("prediction.token_ids", message.prediction.token_ids.ids, positions_max)
     check_counts(message.sampling, "sampling.")
-
-
-def check_known(message: Message) -> None:
-    """Raises InvalidRequest for a field number this version does not know, anywhere in `message`."""
-    known = type(message)()
-    known.CopyFrom(message)
-    known.DiscardUnknownFields()
-    size = message.ByteSize() - known.ByteSize()
-    if size > UNKNOWN_BYTES_NAMED_MAX:
-        name = message.DESCRIPTOR.name
-        raise InvalidRequest(name, f"{size} bytes of unknown fields", "of fields this server knows")
-    if size:
-        _name_unknown(message, "")
-
-
-def _name_unknown(message: Message, path: str) -> None:
-    for unknown in UnknownFieldSet(message):
-        raise InvalidRequest(f"{path}field {unknown.field_number}", "set", "absent: this server does not know it")
-    for descriptor, value in message.ListFields():
-        if descriptor.type != descriptor.TYPE_MESSAGE:
-            continue
-        for part in value if descriptor.is_repeated else (value,):
-            _name_unknown(part, f"{path}{descriptor.name}.")
 
 
 def sampling_from_message(message: coordinator_pb.SamplingParams) -> SamplingParams:
@@ -100,7 +76,7 @@ def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> Specu
 def proposers_from_message(message: coordinator_pb.SpeculativePolicy) -> tuple[Proposer, ...]:
     """Returns the proposers that a request names. Raises InvalidRequest."""
     named = []
-    for index, number in enumerate(bounded("speculative.proposers", message.proposers, len(Proposer) - 1)):
+    for index, number in enumerate(bounded("speculative.proposers", message.proposers, PROPOSER_COUNT_MAX)):
         if number not in (proposer.value for proposer in Proposer if proposer):
             limit = ", ".join(f"{one.value} ({one.name})" for one in Proposer if one)
             raise InvalidRequest(f"speculative.proposers[{index}]", number, limit)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hygiene.sources import ROOT, project_files
+from tests.hygiene.sources import project_files
+from tests.support.copies import copy_project
 
 pytestmark = [pytest.mark.lengthy, pytest.mark.more]
 TIMEOUT_S = 300
@@ -45,17 +46,6 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def copy_project(source: Path) -> None:
-    """The files of the project, those that git ignores left out."""
-    for path in project_files():
-        target = source / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, target)
-    for link in (ROOT / "specdec").iterdir():
-        if link.is_symlink():
-            (source / "specdec" / link.name).symlink_to(link.readlink())
 
 
 @pytest.fixture(scope="module")

@@ -183,6 +183,10 @@ TARGET_CASES = {
         target_pb.VerifyRequestItem(open=opened(params=params(sampling={"max_tokens": 3}))),
         "sampling.max_tokens",
     ),
+    "a parameter of a later version": (
+        target_pb.VerifyRequestItem(open=opened(params=params(sampling=pb.SamplingParams.FromString(b"\xf8\x3e\x01")))),
+        "field 1007",
+    ),
     "a parameter beyond its limit": (
         target_pb.VerifyRequestItem(open=opened(params=params(sampling={"min_p": 1.5}))),
         "min_p",
