@@ -9,31 +9,25 @@ from __future__ import annotations
 import operator
 import sys
 from array import array
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.fields import CommonSamplingParams
-from specdec.protocol.heads import HEADS_MAX
 from specdec.protocol.items import Trace
 from specdec.protocol.limits import (
-    DIGEST_LENGTH_MAX,
     DRAFT_PROBS_TOKEN_COUNT_MAX,
-    INSTANCE_LENGTH_MAX,
-    NAME_LENGTH_MAX,
     PARAMS_STOP_TOKEN_COUNT_MAX,
-    STEP_TIME_COUNT_MAX,
     TOKENS_MAX,
     UINT32_MAX,
     check_ascending,
     check_integer,
-    check_number,
     check_token_ids,
 )
 from specdec.protocol.types import (
@@ -46,7 +40,7 @@ from specdec.protocol.types import (
     ResolvedSamplingParams,
     Rule,
 )
-from specdec.rpc.wire_fields import FIELD_LIMITS
+from specdec.rpc.wire_fields import FIELD_LIMITS, bounded, check_limits
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import open_item_pb2 as open_item_pb
 from specdec.v1 import types_pb2 as types_pb
@@ -58,17 +52,13 @@ _FIELDS = coordinator_pb.SamplingParams.DESCRIPTOR.fields
 _PART_NAMES = {own.name: [part.name for part in own.message_type.fields] for own in _FIELDS if own.message_type}
 _PARTS = {name: attrgetter(*parts) for name, parts in _PART_NAMES.items()}
 _COUNTS_MAX = {own.name: int(FIELD_LIMITS[f"SamplingParams.{own.name}"].high) for own in _FIELDS if own.is_repeated}
+_NUMERICS = [own.name for own in types_pb.NumericsProfile.DESCRIPTOR.fields]
+_DESCRIBED = [  # what a description has by the names and types of its message
+    own.name
+    for own in types_pb.DescribeResponse.DESCRIPTOR.fields
+    if not (own.message_type or own.enum_type or own.is_repeated)
+]
 FloatCode: TypeAlias = Literal["d", "f"]
-Field = TypeVar("Field", bound=Sized)
-
-
-def bounded(field: str, value: Field, size_max: int) -> Field:
-    """Returns a repeated field, a string or bytes as it is. Raises InvalidRequest if it has more than `size_max`
-    entries, characters or bytes: it is counted before it is walked."""
-    if len(value) > size_max:
-        unit = {str: "characters", bytes: "bytes"}.get(type(value), "entries")
-        raise InvalidRequest(field, len(value), f"at most {size_max} {unit}")
-    return value
 
 
 def check_known(message: Message) -> None:
@@ -208,23 +198,14 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
     """Returns the message of a replica's description."""
     size = description.cache
     return types_pb.DescribeResponse(
-        model_digest=description.model_digest,
-        tokenizer_fingerprint=description.tokenizer_fingerprint,
-        model_name=description.model_name,
-        vocabulary_size=description.vocabulary_size,
-        positions_max=description.positions_max,
         numerics=numerics_to_message(description),
-        protocol_version=description.protocol_version,
         end_token_ids=description.end_token_ids,
-        cache=None if size is None else _cache_size_to_message(size),
+        cache=size
+        and types_pb.CacheSize(block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count),
         step_times=_step_times_to_message(description.step_times),
-        trace_service=description.trace_service,
-        draft_vocabulary_size=description.draft_vocabulary_size,
         draft_vocabulary=types_pb.DraftVocabulary.ValueType(description.draft_vocabulary.value),
-        draft_vocabulary_share=description.draft_vocabulary_share,
-        num_heads=description.num_heads,
         head_times=_step_times_to_message(description.head_times),
-        instance=description.instance,
+        **{name: getattr(description, name) for name in _DESCRIBED},
     )
 
 
@@ -234,60 +215,30 @@ def _step_times_to_message(times: Sequence[tuple[int, float]]) -> list[types_pb.
     ]
 
 
-def _step_times_from_message(field: str, times: Sequence[types_pb.StepTime]) -> tuple[tuple[int, float], ...]:
-    for entry in bounded(field, times, STEP_TIME_COUNT_MAX):
-        check_integer(f"{field}.rows", entry.rows, 1, UINT32_MAX)
-        check_integer(f"{field}.step_us", entry.step_us, 1, UINT32_MAX)
+def _step_times_from_message(times: Sequence[types_pb.StepTime]) -> tuple[tuple[int, float], ...]:
     return tuple((entry.rows, entry.step_us / 1e6) for entry in times)
-
-
-def _cache_size_to_message(size: CacheSize) -> types_pb.CacheSize:
-    return types_pb.CacheSize(block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count)
 
 
 def numerics_to_message(description: Description) -> types_pb.NumericsProfile:
     """Returns the numerics profile of a description as a message of its own."""
-    return types_pb.NumericsProfile(
-        dtype=description.dtype,
-        tensor_parallel_size=description.tensor_parallel_size,
-        device=description.device,
-        libraries=description.libraries,
-    )
+    return types_pb.NumericsProfile(**{name: getattr(description, name) for name in _NUMERICS})
 
 
 def description_from_message(message: types_pb.DescribeResponse) -> Description:
     """Returns the checked description in a message: a replica's numbers bound what a request may hold. Raises
     InvalidRequest."""
-    size, numerics = message.cache, message.numerics
-    for name, low in (("vocabulary_size", 2), ("positions_max", 2)):
-        check_integer(name, getattr(message, name), low, TOKENS_MAX)
+    check_limits(message)
     check_integer("draft_vocabulary_size", message.draft_vocabulary_size, 0, message.vocabulary_size)
     check_integer("draft_vocabulary", message.draft_vocabulary, 0, len(DraftVocabulary) - 1)
-    check_number("draft_vocabulary_share", message.draft_vocabulary_share, 0, 1)
-    check_integer("num_heads", message.num_heads, 0, HEADS_MAX)
-    check_integer("numerics.tensor_parallel_size", numerics.tensor_parallel_size, 1, UINT32_MAX)
-    end_token_ids = tuple(bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX))
+    size, end_token_ids = message.cache, tuple(message.end_token_ids)
     check_ascending("end_token_ids", end_token_ids)
     check_token_ids("end_token_ids", end_token_ids, TOKENS_MAX)
     return Description(
-        model_digest=bounded("model_digest", message.model_digest, DIGEST_LENGTH_MAX),
-        tokenizer_fingerprint=bounded("tokenizer_fingerprint", message.tokenizer_fingerprint, DIGEST_LENGTH_MAX),
-        model_name=bounded("model_name", message.model_name, NAME_LENGTH_MAX),
-        vocabulary_size=message.vocabulary_size,
-        positions_max=message.positions_max,
         end_token_ids=end_token_ids,
-        dtype=bounded("numerics.dtype", numerics.dtype, NAME_LENGTH_MAX),
-        device=bounded("numerics.device", numerics.device, NAME_LENGTH_MAX),
-        libraries=bounded("numerics.libraries", numerics.libraries, NAME_LENGTH_MAX),
-        tensor_parallel_size=numerics.tensor_parallel_size,
-        protocol_version=message.protocol_version,
         cache=CacheSize(size.block_count, size.block_size, size.bytes) if message.HasField("cache") else None,
-        step_times=_step_times_from_message("step_times", message.step_times),
-        trace_service=bounded("trace_service", message.trace_service, NAME_LENGTH_MAX),
-        draft_vocabulary_size=message.draft_vocabulary_size,
+        step_times=_step_times_from_message(message.step_times),
         draft_vocabulary=DraftVocabulary(message.draft_vocabulary),
-        draft_vocabulary_share=message.draft_vocabulary_share,
-        num_heads=message.num_heads,
-        head_times=_step_times_from_message("head_times", message.head_times),
-        instance=bounded("instance", message.instance, INSTANCE_LENGTH_MAX),
+        head_times=_step_times_from_message(message.head_times),
+        **{name: getattr(message, name) for name in _DESCRIBED},
+        **{name: getattr(message.numerics, name) for name in _NUMERICS},
     )

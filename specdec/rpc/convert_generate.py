@@ -24,7 +24,6 @@ from specdec.protocol.request import (
 )
 from specdec.protocol.types import Description, PositionLogprobs, Proposer, Rule
 from specdec.rpc.convert import (
-    bounded,
     check_counts,
     check_known,
     description_to_message,
@@ -33,7 +32,7 @@ from specdec.rpc.convert import (
     rule_to_number,
     values_of,
 )
-from specdec.rpc.wire_fields import FIELD_LIMITS
+from specdec.rpc.wire_fields import FIELD_LIMITS, bounded
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 TIME_NAMES = [field.name for field in coordinator_pb.TimeSplit.DESCRIPTOR.fields]

@@ -29,7 +29,6 @@ from specdec.protocol.limits import (
 )
 from specdec.protocol.types import DraftProbs, PositionLogprobs, SamplerOutput
 from specdec.rpc.convert import (
-    bounded,
     numbers_from_bytes,
     numbers_to_bytes,
     params_from_message,
@@ -39,6 +38,7 @@ from specdec.rpc.convert import (
     trace_from_message,
     trace_to_message,
 )
+from specdec.rpc.wire_fields import bounded
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import open_item_pb2 as open_item_pb
 from specdec.v1 import target_service_pb2 as target_pb
