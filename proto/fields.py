@@ -8,7 +8,6 @@ values of their own, since each word needs code that knows it.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import descriptor_pool
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Wire
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = ROOT / "specdec" / "protocol" / "fields.py"
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.protocol.limits import {names}
+from specdec.protocol import limits
 
 '''
 CLASS = '''
@@ -37,35 +37,33 @@ CLASS = '''
 class {name}{base}:
     """{meaning}"""
 
-{fields}
+    {declarations}
 
     def {check}(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
-{checks}
+        {checks}
 '''
-TYPES = {
-    **dict.fromkeys((FieldDescriptorProto.TYPE_DOUBLE, FieldDescriptorProto.TYPE_FLOAT), "float"),
-    **dict.fromkeys((FieldDescriptorProto.TYPE_UINT32, FieldDescriptorProto.TYPE_INT32), "int"),
-    **dict.fromkeys((FieldDescriptorProto.TYPE_UINT64, FieldDescriptorProto.TYPE_FIXED64), "int"),
-    FieldDescriptorProto.TYPE_BOOL: "bool",
-    FieldDescriptorProto.TYPE_STRING: "str",
-}
+TYPES = {Wire.TYPE_DOUBLE: "float", Wire.TYPE_BOOL: "bool", Wire.TYPE_STRING: "str"} | dict.fromkeys(
+    (Wire.TYPE_UINT32, Wire.TYPE_UINT64, Wire.TYPE_FIXED64), "int"
+)
 UNITS = {"str": "strings", "int": "ids"}  # of the entries of a repeated field; those of messages are "entries"
 
 
 class WireField:
-    """One field of a request. `message`: its type if that is a message; `path`: what errors call it."""
+    """One field. `parts`: those of its message, if it is one; `path`: what errors call it; `constant`: the beginning of
+    the names of its limits."""
 
-    def __init__(self, own: FieldDescriptorProto, option: Any, message: WireMessage | None, prefix: str) -> None:
-        self.name, self.option, self.message, self.path = own.name, option, message, prefix + own.name
-        self.is_repeated = own.label == FieldDescriptorProto.LABEL_REPEATED
-        if message is None and own.type not in TYPES or message is not None and not self.is_repeated:
-            raise SystemExit(f"proto/fields.py: {own.name} has a type that no value of a request has")
-        self.kind = TYPES[own.type] if message is None else f"tuple[{', '.join(part.kind for part in message.fields)}]"
+    def __init__(self, own: Wire, option: Any, parts: list[WireField], prefix: str) -> None:
+        self.name, self.option, self.parts = own.name, option, parts
+        self.path = own.name if option.is_resolved else prefix + own.name
+        self.is_repeated = own.label == Wire.LABEL_REPEATED
         self.has_range = option.HasField("high")
         self.constant = own.name.upper() + "_COUNT" * self.is_repeated
-        for part in message.fields if message else ():
+        for part in parts:
             part.constant = f"{own.name}_{part.name}".upper()
+        self.kind = f"tuple[{', '.join(part.kind for part in parts)}]" if parts else TYPES.get(own.type, "")
+        if not self.kind or not self.is_repeated and self.kind not in ("bool", "int", "float"):
+            raise SystemExit(f"proto/fields.py: {own.name} has a type that no value of a request has")
         if not (self.has_range or option.limit or self.kind == "bool"):
             raise SystemExit(f"proto/fields.py: {own.name} has no limit")
 
@@ -82,89 +80,78 @@ class WireField:
             return f"{self.name}: {self.kind} = {self.number(self.option.absent)}"
         return f"{self.name}: {self.kind} | None = None"
 
-    @property
-    def low(self) -> str:
-        return f"{self.constant}_MIN" if self.option.low and self.has_range else f"{self.option.low:g}"
-
-    @property
-    def high(self) -> str:
-        return f"{self.constant}_MAX" if self.has_range else self.option.limit
-
     def constants(self) -> Iterator[str]:
-        """The range, where it is this field's alone."""
-        if self.has_range and self.option.low:
+        """Its range, and those of its parts, where they are this field's alone."""
+        if self.has_range and self.option.low not in (0, self.option.high):
             yield f"{self.constant}_MIN = {self.number(self.option.low)}"
         if self.has_range:
             yield f"{self.constant}_MAX = {self.number(self.option.high)}  # {self.option.reason}"
-        for part in self.message.fields if self.message else ():
+        for part in self.parts:
             yield from part.constants()
 
     def check(self, value: str, path: str) -> str:
-        """The check of a number."""
-        flags = [name for name in ("is_above_low", "is_zero_allowed") if getattr(self.option, name)]
-        more = "".join(f", {name}=True" for name in flags)
-        kind = "number" if self.kind == "float" else "integer"
+        """The check of a number, or of the count of entries."""
+        high = f"{self.constant}_MAX" if self.has_range else f"limits.{self.option.limit}"
+        if self.is_repeated:
+            return f'limits.check_count("{path}", {value}, {high}, "{UNITS.get(self.kind, "entries")}")'
         if self.has_range and self.option.low == self.option.high:
-            return f'check_only("{path}", {value}, {self.high}, "{self.option.reason}")'
-        return f'check_{kind}("{path}", {value}, {self.low}, {self.high}{more})'
+            return f'limits.check_only("{path}", {value}, {high}, "{self.option.reason}")'
+        low = f"{self.constant}_MIN" if self.has_range and self.option.low else f"{self.option.low:g}"
+        flags = "".join(f", {name}=True" for name in ("is_above_low", "is_zero_allowed") if getattr(self.option, name))
+        kind = "number" if self.kind == "float" else "integer"
+        return f'limits.check_{kind}("{path}", {value}, {low}, {high}{flags})'
 
     def checks(self) -> Iterator[str]:
-        """The lines of its check."""
+        """The lines of its check. Ids are held to the vocabulary, once the model is known."""
         value = f"self.{self.name}"
-        if self.is_repeated:
-            unit = UNITS.get(self.kind, "entries")
-            yield f'check_count("{self.path}", {value}, {self.high}, "{unit}")'
-            if self.message:
-                yield f"for {', '.join(part.name for part in self.message.fields)} in {value}:"
-                yield from (f"    {part.check(part.name, f'{self.path}.{part.name}')}" for part in self.message.fields)
-            elif self.kind == "str":  # ids are held to the vocabulary, once the model is known
-                yield f'check_texts("{self.path}", {value}, {self.option.each})'
-        elif self.kind not in ("bool", "str"):
-            is_given = self.option.HasField("absent")
-            yield from () if is_given else (f"if {value} is not None:",)
-            yield "    " * (not is_given) + self.check(value, self.path)
-
-
-class WireMessage:
-    """A message and its fields with values; enums are left out."""
-
-    def __init__(self, name: str, messages: dict[str, DescriptorProto], option_of: Any, prefix: str) -> None:
-        self.fields: list[WireField] = []
-        for own in messages[name].field:
-            if own.type == FieldDescriptorProto.TYPE_ENUM:
-                continue
-            inner = own.type_name.rpartition(".")[2]
-            part = WireMessage(inner, messages, option_of, "") if inner else None
-            option = option_of(own)
-            self.fields.append(WireField(own, option, part, "" if option.is_resolved else prefix))
-
-
-def made_class(name: str, base: str, meaning: str, check: str, fields: list[WireField]) -> str:
-    """A class of some fields; every one of its checks in the order of the wire."""
-    declarations = "\n".join(f"    {field.declaration}" for field in fields)
-    checks = "\n".join(f"        {line}" for field in fields for line in field.checks())
-    return CLASS.format(
-        name=name, base=base and f"({base})", meaning=meaning, fields=declarations, check=check, checks=checks
-    )
+        if self.kind != "bool":
+            is_optional = not (self.is_repeated or self.option.HasField("absent"))
+            yield f"if {value} is not None: " * is_optional + self.check(value, self.path)
+        if self.parts:
+            yield f"for {', '.join(part.name for part in self.parts)} in {value}:"
+            yield from (f"    {part.check(part.name, f'{self.path}.{part.name}')}" for part in self.parts)
+        elif self.is_repeated and self.kind == "str":
+            yield f'limits.check_texts("{self.path}", {value}, limits.{self.option.each})'
 
 
 def read_files() -> FileDescriptorSet:
     """All proto files with comments and options. The options are known once their file is."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "descriptors"
+    with tempfile.NamedTemporaryFile() as file:
         files = sorted(own.relative_to(ROOT).as_posix() for own in ROOT.glob("proto/**/*.proto"))
-        options = ("-Iproto", "--include_source_info", f"--descriptor_set_out={path}")
+        options = ("-Iproto", "--include_source_info", f"--descriptor_set_out={file.name}")
         subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *files], cwd=ROOT, check=True)
-        data = path.read_bytes()
-    for file in FileDescriptorSet.FromString(data).file:
-        if file.name.endswith("/field.proto"):
-            descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
+        data = file.read()
+    for own in FileDescriptorSet.FromString(data).file:
+        if own.name.endswith("/field.proto"):
+            descriptor_pool.Default().AddSerializedFile(own.SerializeToString())
     return FileDescriptorSet.FromString(data)
 
 
-def meanings(files: FileDescriptorSet, names: tuple[str, ...]) -> Iterator[str]:
-    """An entry of MEANINGS for each field of the messages: its comment, in lines of the length that files have."""
-    for file in files.file:
+FILES = read_files()
+OPTION = descriptor_pool.Default().FindExtensionByName("specdec.v1.wire")
+MESSAGES = {message.name: message for file in FILES.file for message in file.message_type}
+
+
+def fields_of(message: str, prefix: str = "") -> list[WireField]:
+    """The fields of a message without enums; errors call them by `prefix` and name, those that replicas get by name."""
+    return [
+        WireField(own, own.options.Extensions[OPTION], parts, prefix)
+        for own in MESSAGES[message].field
+        if own.type != Wire.TYPE_ENUM
+        for parts in [fields_of(own.type_name.rpartition(".")[2]) if own.type_name else []]
+    ]
+
+
+def made_class(name: str, base: str, meaning: str, check: str, fields: list[WireField]) -> str:
+    """A class of some fields, with their checks in the order of the wire."""
+    declarations = "\n    ".join(field.declaration for field in fields)
+    checks = "\n        ".join(line for field in fields for line in field.checks())
+    return CLASS.format(name=name, base=base, meaning=meaning, declarations=declarations, check=check, checks=checks)
+
+
+def meanings(*names: str) -> Iterator[str]:
+    """An entry of MEANINGS for each field of the messages: its comment, in lines as long as those of files."""
+    for file in FILES.file:
         comments = {tuple(own.path): own.leading_comments for own in file.source_code_info.location}
         for place, message in enumerate(file.message_type):
             for index, own in enumerate(message.field if message.name in names else ()):
@@ -175,29 +162,20 @@ def meanings(files: FileDescriptorSet, names: tuple[str, ...]) -> Iterator[str]:
 
 def text() -> str:
     """The module."""
-    files = read_files()
-    extension = descriptor_pool.Default().FindExtensionByName("specdec.v1.wire")
-    messages = {message.name: message for file in files.file for message in file.message_type}
-
-    def fields_of(name: str, prefix: str) -> list[WireField]:
-        return WireMessage(name, messages, lambda own: own.options.Extensions[extension], prefix).fields
-
     sampling, speculative = fields_of("SamplingParams", "sampling."), fields_of("SpeculativePolicy", "speculative.")
     common = [field for field in sampling if field.option.is_resolved]
     others = [field for field in sampling if not field.option.is_resolved]
-    classes = (
+    parts = (
+        HEADER,
+        *(f"{line}\n" for field in (*sampling, *speculative) for line in field.constants()),
         made_class("CommonSamplingParams", "", "The fields that target and draft get too.", "check_common", common),
-        made_class("SamplingFields", "CommonSamplingParams", "SamplingParams.", "check_others", others),
+        made_class("SamplingFields", "(CommonSamplingParams)", "SamplingParams.", "check_others", others),
         made_class("SpeculativeFields", "", "SpeculativePolicy, without enums.", "check_all", speculative),
+        "\n\nMEANINGS = {\n",
+        *meanings("SamplingParams", "SpeculativePolicy"),
+        "}\n",
     )
-    constants = "\n".join(line for field in (*sampling, *speculative) for line in field.constants())
-    entries = "\n".join(meanings(files, ("SamplingParams", "SpeculativePolicy")))
-    body = f"{constants}\n{''.join(classes)}\n\nMEANINGS = {{\n{entries}\n}}\n"
-    imported = set(re.findall(r"check_[a-z]+(?=\()", body)) - {"check_common", "check_others", "check_all"}
-    for field in (*sampling, *speculative):
-        parts = field.message.fields if field.message else [field]
-        imported.update(name for part in parts for name in (part.option.limit, part.option.each * (part.kind == "str")))
-    return HEADER.format(names=", ".join(sorted(imported - {""}))) + body
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.protocol.limits import (
-    DRAFT_LENGTH_LIMIT,
-    LOGPROBS_MAX,
-    NODES_PER_STEP_LIMIT,
-    SEED_MAX,
-    SIBLINGS_MAX,
-    STOP_STRING_BYTES_MAX,
-    TOKENS_MAX,
-    check_count,
-    check_integer,
-    check_number,
-    check_only,
-    check_texts,
-)
+from specdec.protocol import limits
 
 TEMPERATURE_MIN = 0.01
 TEMPERATURE_MAX = 100.0  # the target distribution is flat there; between 0 and 0.01 float64 fails
@@ -35,7 +22,6 @@ LOGIT_BIAS_BIAS_MIN = -100.0
 LOGIT_BIAS_BIAS_MAX = 100.0  # a token is certain or impossible there
 STOP_COUNT_MAX = 16  # each is searched for after every token
 STOP_TOKEN_IDS_COUNT_MAX = 64  # each is masked at every position before min_tokens
-N_MIN = 1
 N_MAX = 1  # several texts per request are not offered
 DRAFT_WAIT_MS_MAX = 60000.0  # a minute; a draft token is worth milliseconds
 
@@ -57,20 +43,22 @@ class CommonSamplingParams:
 
     def check_common(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
-        check_integer("min_tokens", self.min_tokens, 0, TOKENS_MAX)
-        check_number("temperature", self.temperature, TEMPERATURE_MIN, TEMPERATURE_MAX, is_zero_allowed=True)
-        check_integer("top_k", self.top_k, 0, TOP_K_MAX)
-        check_number("top_p", self.top_p, 0, TOP_P_MAX, is_above_low=True)
-        check_number("min_p", self.min_p, 0, MIN_P_MAX)
-        check_number("repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
-        check_number("presence_penalty", self.presence_penalty, PRESENCE_PENALTY_MIN, PRESENCE_PENALTY_MAX)
-        check_number("frequency_penalty", self.frequency_penalty, FREQUENCY_PENALTY_MIN, FREQUENCY_PENALTY_MAX)
-        check_count("logit_bias", self.logit_bias, LOGIT_BIAS_COUNT_MAX, "entries")
+        limits.check_integer("min_tokens", self.min_tokens, 0, limits.TOKENS_MAX)
+        limits.check_number("temperature", self.temperature, TEMPERATURE_MIN, TEMPERATURE_MAX, is_zero_allowed=True)
+        limits.check_integer("top_k", self.top_k, 0, TOP_K_MAX)
+        limits.check_number("top_p", self.top_p, 0, TOP_P_MAX, is_above_low=True)
+        limits.check_number("min_p", self.min_p, 0, MIN_P_MAX)
+        limits.check_number(
+            "repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX
+        )
+        limits.check_number("presence_penalty", self.presence_penalty, PRESENCE_PENALTY_MIN, PRESENCE_PENALTY_MAX)
+        limits.check_number("frequency_penalty", self.frequency_penalty, FREQUENCY_PENALTY_MIN, FREQUENCY_PENALTY_MAX)
+        limits.check_count("logit_bias", self.logit_bias, LOGIT_BIAS_COUNT_MAX, "entries")
         for token_id, bias in self.logit_bias:
-            check_integer("logit_bias.token_id", token_id, 0, TOKENS_MAX)
-            check_number("logit_bias.bias", bias, LOGIT_BIAS_BIAS_MIN, LOGIT_BIAS_BIAS_MAX)
+            limits.check_integer("logit_bias.token_id", token_id, 0, limits.TOKENS_MAX)
+            limits.check_number("logit_bias.bias", bias, LOGIT_BIAS_BIAS_MIN, LOGIT_BIAS_BIAS_MAX)
         if self.logprobs is not None:
-            check_integer("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+            limits.check_integer("logprobs", self.logprobs, 0, limits.LOGPROBS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +75,13 @@ class SamplingFields(CommonSamplingParams):
     def check_others(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
         if self.max_tokens is not None:
-            check_integer("sampling.max_tokens", self.max_tokens, 1, TOKENS_MAX)
+            limits.check_integer("sampling.max_tokens", self.max_tokens, 1, limits.TOKENS_MAX)
         if self.seed is not None:
-            check_integer("sampling.seed", self.seed, 0, SEED_MAX)
-        check_count("sampling.stop", self.stop, STOP_COUNT_MAX, "strings")
-        check_texts("sampling.stop", self.stop, STOP_STRING_BYTES_MAX)
-        check_count("sampling.stop_token_ids", self.stop_token_ids, STOP_TOKEN_IDS_COUNT_MAX, "ids")
-        check_only("sampling.n", self.n, N_MAX, "several texts per request are not offered")
+            limits.check_integer("sampling.seed", self.seed, 0, limits.SEED_MAX)
+        limits.check_count("sampling.stop", self.stop, STOP_COUNT_MAX, "strings")
+        limits.check_texts("sampling.stop", self.stop, limits.STOP_STRING_BYTES_MAX)
+        limits.check_count("sampling.stop_token_ids", self.stop_token_ids, STOP_TOKEN_IDS_COUNT_MAX, "ids")
+        limits.check_only("sampling.n", self.n, N_MAX, "several texts per request are not offered")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +100,19 @@ class SpeculativeFields:
     def check_all(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
         if self.num_speculative_tokens is not None:
-            check_integer("speculative.num_speculative_tokens", self.num_speculative_tokens, 0, DRAFT_LENGTH_LIMIT)
+            limits.check_integer(
+                "speculative.num_speculative_tokens", self.num_speculative_tokens, 0, limits.DRAFT_LENGTH_LIMIT
+            )
         if self.draft_window is not None:
-            check_integer("speculative.draft_window", self.draft_window, 0, DRAFT_LENGTH_LIMIT)
+            limits.check_integer("speculative.draft_window", self.draft_window, 0, limits.DRAFT_LENGTH_LIMIT)
         if self.draft_nodes_per_step is not None:
-            check_integer("speculative.draft_nodes_per_step", self.draft_nodes_per_step, 1, NODES_PER_STEP_LIMIT)
+            limits.check_integer(
+                "speculative.draft_nodes_per_step", self.draft_nodes_per_step, 1, limits.NODES_PER_STEP_LIMIT
+            )
         if self.draft_wait_ms is not None:
-            check_number("speculative.draft_wait_ms", self.draft_wait_ms, 0, DRAFT_WAIT_MS_MAX)
+            limits.check_number("speculative.draft_wait_ms", self.draft_wait_ms, 0, DRAFT_WAIT_MS_MAX)
         if self.draft_siblings is not None:
-            check_integer("speculative.draft_siblings", self.draft_siblings, 0, SIBLINGS_MAX)
+            limits.check_integer("speculative.draft_siblings", self.draft_siblings, 0, limits.SIBLINGS_MAX)
 
 
 MEANINGS = {
