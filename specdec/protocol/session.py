@@ -237,8 +237,7 @@ class Session:
         assert 1 <= kept_count <= verdict.accepted_count + 1
         assert event.ends or kept_count == verdict.accepted_count + 1, "only the end of a text drops tokens"
         last, path = self.tree.node(tokens[:-1]), self.tree.proposal_path(NODE_COUNT_MAX)
-        was_looked_up = last is not None and bool(last.children)
-        was_found = self._commit(tokens, flying)
+        was_looked_up, was_found = last is not None and bool(last.children), self._commit(tokens, flying)
         in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
         offer, accepted, had_heads = self.offer, verdict.accepted, bool(self._head_runs)
         offer.learn(self.calibration, accepted)
