@@ -47,7 +47,9 @@ def make_request(
     pairs = biases.items() if isinstance(biases, Mapping) else biases
     for name, prefix in PREFIXES.items():
         given = fields.get(name)
-        fields[name] = [_named(one, prefix) for one in given or ()] if name == "proposers" else _named(given, prefix)
+        fields[name] = (
+            [_named(one, prefix) for one in given or ()] if FIELDS[name].is_repeated else _named(given, prefix)
+        )
     try:
         request = Request(
             sampling=coordinator_pb.SamplingParams(
