@@ -39,18 +39,19 @@ Name = Annotated[str, Field(max_length=NAME_LENGTH_MAX)]
 
 def field_of(wire: Any) -> tuple[Any, Any]:
     """Returns type and default of the field of HTTP for one of gRPC, with its meaning."""
-    meaning = Field(None, description=MEANINGS[f"{wire.containing_type.name}.{wire.name}"])
+    meaning = MEANINGS[f"{wire.containing_type.name}.{wire.name}"]
     if wire.enum_type and wire.is_repeated:
         words: Any = Literal[*WORDS[wire.name]]
         limit = Field(max_length=len(WORDS[wire.name]), fail_fast=True)
-        return Annotated[list[words], limit], Field([], description=meaning.description)
-    if wire.enum_type:
-        return Literal[*WORDS[wire.name]] | None, meaning
-    return {wire.TYPE_BOOL: bool, wire.TYPE_DOUBLE: float}.get(wire.type, Count) | None, meaning
+        return Annotated[list[words], limit], Field([], description=meaning)
+    numbers = {wire.TYPE_BOOL: bool, wire.TYPE_DOUBLE: float}
+    kind: Any = Literal[*WORDS[wire.name]] if wire.enum_type else numbers.get(wire.type, Count)
+    return kind | None, Field(None, description=meaning)
 
 
 if TYPE_CHECKING:
-    SpeculativePolicy = SamplingParams = Strict
+    SpeculativePolicy = Strict
+    SamplingParams = Strict
 else:
     policy = {name: own for name, own in FIELDS.items() if own.containing_type.name == "SpeculativePolicy"}
     reported = ("report_rounds", "report_statistics")  # as `rounds` and `statistics`

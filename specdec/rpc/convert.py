@@ -150,7 +150,7 @@ def rule_from_number(number: int) -> Rule:
 
 def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> ResolvedSamplingParams:
     """Returns the checked sampling parameters of a message. Raises InvalidRequest naming the field."""
-    check_counts(message.sampling, "")
+    check_sampling_counts(message.sampling, "")
     check_known(message.sampling)
     given = values_of(message.sampling)
     for name in given.keys() - _COMMON.keys():
@@ -165,7 +165,7 @@ def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> Resolve
     )
 
 
-def check_counts(message: coordinator_pb.SamplingParams, path: str) -> None:
+def check_sampling_counts(message: coordinator_pb.SamplingParams, path: str) -> None:
     """Raises InvalidRequest, with `path` before the name, for a repeated field with too many entries; reads none."""
     for name, count_max in _COUNTS_MAX.items():
         bounded(path + name, getattr(message, name), count_max)
@@ -200,13 +200,16 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
     return types_pb.DescribeResponse(
         numerics=numerics_to_message(description),
         end_token_ids=description.end_token_ids,
-        cache=size
-        and types_pb.CacheSize(block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count),
+        cache=None if size is None else _cache_size_to_message(size),
         step_times=_step_times_to_message(description.step_times),
         draft_vocabulary=types_pb.DraftVocabulary.ValueType(description.draft_vocabulary.value),
         head_times=_step_times_to_message(description.head_times),
         **{name: getattr(description, name) for name in _DESCRIBED},
     )
+
+
+def _cache_size_to_message(size: CacheSize) -> types_pb.CacheSize:
+    return types_pb.CacheSize(block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count)
 
 
 def _step_times_to_message(times: Sequence[tuple[int, float]]) -> list[types_pb.StepTime]:

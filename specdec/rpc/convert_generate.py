@@ -24,8 +24,8 @@ from specdec.protocol.request import (
 )
 from specdec.protocol.types import Description, PositionLogprobs, Proposer, Rule
 from specdec.rpc.convert import (
-    check_counts,
     check_known,
+    check_sampling_counts,
     description_to_message,
     numerics_to_message,
     rule_from_number,
@@ -42,12 +42,12 @@ PROPOSER_COUNT_MAX = int(FIELD_LIMITS["SpeculativePolicy.proposers"].high)
 _SPECULATIVE = [own.name for own in fields(SpeculativeFields)]
 
 
-def check_all_counts(message: coordinator_pb.GenerateRequest, positions_max: int) -> None:
+def check_counts(message: coordinator_pb.GenerateRequest, positions_max: int) -> None:
     """Raises InvalidRequest for a repeated field with too many entries; reads none of them."""
     bounded("prompt.token_ids", message.token_ids.ids, positions_max)
     bounded("resume.output_token_ids", message.resume.output_token_ids, positions_max)
     bounded("prediction.token_ids", message.prediction.token_ids.ids, positions_max)
-    check_counts(message.sampling, "sampling.")
+    check_sampling_counts(message.sampling, "sampling.")
 
 
 def sampling_from_message(message: coordinator_pb.SamplingParams) -> SamplingParams:
@@ -85,7 +85,7 @@ def proposers_from_message(message: coordinator_pb.SpeculativePolicy) -> tuple[P
 
 def request_from_message(message: coordinator_pb.GenerateRequest, positions_max: int = TOKENS_MAX) -> GenerationRequest:
     """Returns the checked request to a model of `positions_max` positions. Raises InvalidRequest."""
-    check_all_counts(message, positions_max)
+    check_counts(message, positions_max)
     check_known(message)
     prompt = message.WhichOneof("prompt")
     if prompt is None:
