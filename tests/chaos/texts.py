@@ -162,6 +162,7 @@ class Readers:
         self._under_way: dict[int, tuple[Text, Reading]] = {}
         self.wrong: list[str] = []  # a text that differs, has tokens doubled or missing, or did not end
         self.codes: collections.Counter[str] = collections.Counter()
+        self.details: dict[str, str] = {}  # of the first error of each code
 
     def start(self, addresses: Sequence[str]) -> None:
         """One reader for each address."""
@@ -219,6 +220,7 @@ class Readers:
             self.moved_count += bool(reading.moved_count)
             for error in reading.errors:
                 self.codes[error.code().name] += 1
+                self.details.setdefault(error.code().name, error.details() or "")
             if not reading.is_complete:
                 last = reading.errors[-1] if reading.errors else "no error"
                 count = len(reading.content.token_ids)
