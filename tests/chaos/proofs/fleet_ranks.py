@@ -27,6 +27,7 @@ from tests.support.waiting import until
 
 PROMPT_CHARACTERS = 200
 TOKENS = 120
+WIDTH = 8  # of the texts that others are compared with
 STRIKES = {
     f"rank {rank} {how}": (rank, number)
     for rank in (0, 1)
@@ -50,19 +51,19 @@ def struck(
 ) -> tuple[int, list[str]]:
     """Loses a rank under texts and starts its target again; returns how many texts moved, and what is wrong. `split`,
     `one`: clients of coordinators that have the target of two ranks, and one of one process, alone."""
-    client, off = place.clients[0], {"speculative": {"enabled": False}}
-    whole = [{own: own.generate(**{**asked, **off}) for own in (split, one)} for asked in requests]
+    client, plain = place.clients[0], [{**asked, "speculative": {"enabled": False}} for asked in requests]
+    of_split, of_one = (own.generate_all(plain, width=WIDTH) for own in (split, one))
     streams = [Stream(client, client.request(**asked)) for asked in requests]
     wait_under_way(streams, 10)
     lose_rank(place.targets[0], *strike)
     wrong, moved_count = [], 0
-    for asked, texts, stream in zip(requests, whole, streams):
+    for asked, texts, stream in zip(requests, zip(of_split, of_one), streams):
         tokens = stream.join().outcome.token_ids
         if stream.error is not None:
             wrong.append(f"{stream.error.code().name}: {stream.error.details()}")
             continue
-        was_split = stream.outcome.started.numerics == texts[split].started.numerics
-        expected, told = texts[split if was_split else one].token_ids, stream.moved_at
+        was_split = stream.outcome.started.numerics == texts[0].started.numerics
+        expected, told = texts[0 if was_split else 1].token_ids, stream.moved_at
         if told:
             moved_count += 1
             (index,) = told
@@ -78,8 +79,8 @@ def struck(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=16, help="(%(default)s)")
-    parser.add_argument("--points", type=int, default=200, help="texts that move at each strike (%(default)s)")
+    parser.add_argument("--streams", type=int, default=32, help="(%(default)s)")
+    parser.add_argument("--points", type=int, default=100, help="texts that move at each strike (%(default)s)")
     parser.add_argument("--strikes", nargs="+", choices=STRIKES, default=list(STRIKES), help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
 
