@@ -38,6 +38,7 @@ DELAY_MS = 10.0
 TEXT_TOKENS = 400
 TEXT_COUNT = 24
 BLOCK_SIZES = (64, 64, 16)  # the third: other numerics
+CACHE_BYTES = 1 << 20  # space for all texts at one target: where it is short, new ones are refused as they should be
 SILENT_S = 4.5  # of a freeze or a cut: longer than a link waits
 WATCHED_S = 8.0  # after a fault
 GAP_FAULTS = ("killed", "frozen", "cut")  # those after which the time without a token is measured
@@ -98,7 +99,7 @@ def table_fleet(delay_ms: float = DELAY_MS) -> Iterator[Fleet]:
         target, draft = Path(name) / "target", Path(name) / "draft"
         for seed, folder in enumerate((target, draft), 1):
             write_table_model(folder, VOCABULARY_SIZE, seed=seed)
-        grace = {**REPLICA, "drain_grace_s": 0.5}
+        grace = {**REPLICA, "drain_grace_s": 0.5, "kv_cache_bytes": CACHE_BYTES}
         targets = [TargetSettings(**grace, model=str(target), block_size=size) for size in BLOCK_SIZES]
         drafts = [DraftSettings(**grace, model=str(draft))] * 3
         with fleet(targets, drafts, [{"drain_grace_s": 1.0, "target_wait_s": PATIENCE_S}] * 2, delay_ms) as made:
