@@ -162,6 +162,7 @@ class Readers:
         self._under_way: dict[int, tuple[Text, Reading]] = {}
         self.wrong: list[str] = []  # a text that differs, has tokens doubled or missing, or did not end
         self.codes: collections.Counter[str] = collections.Counter()
+        self.details: dict[str, str] = {}  # of the first error of each code
 
     def start(self, addresses: Sequence[str]) -> None:
         """One reader for each address."""
@@ -185,7 +186,8 @@ class Readers:
                 text = chance.choice(texts)
                 try:
                     speculative = chance.choice(self._speculative)
-                    self._note(text, read(stub, text, speculative, on_message=partial(self._on_message, text)))
+                    told = partial(self._on_message, text)
+                    self._note(text, read(stub, text, speculative, on_message=told, on_error=self._on_error))
                 except AssertionError as error:
                     with self._lock:
                         self.wrong.append(f"{text}: {error}")
@@ -193,6 +195,11 @@ class Readers:
 
     def _on_message(self, text: Text, reading: Reading) -> None:
         self._under_way[threading.get_ident()] = (text, reading)
+
+    def _on_error(self, error: grpc.RpcError) -> None:
+        with self._lock:
+            self.codes[error.code().name] += 1
+            self.details.setdefault(error.code().name, error.details() or "")
 
     def under_way(self) -> list[tuple[Text, Reading]]:
         """The texts that have tokens and are under way now."""
@@ -217,8 +224,6 @@ class Readers:
             self.target_changes += own.num_target_changes
             self.draft_changes += own.num_draft_changes
             self.moved_count += bool(reading.moved_count)
-            for error in reading.errors:
-                self.codes[error.code().name] += 1
             if not reading.is_complete:
                 last = reading.errors[-1] if reading.errors else "no error"
                 count = len(reading.content.token_ids)

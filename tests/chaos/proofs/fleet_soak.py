@@ -25,16 +25,19 @@ from tests.chaos.texts import Readers, references_of
 FAULTS = KINDS[: KINDS.index(FIRST_CLASS) + 1]  # without any target new texts are refused
 SAMPLE_COUNT = 10
 MEMORY_MB_MAX = 3.0
+RECONNECTED_S = 3.0  # after the start of a coordinator: its clients' channels find it
 
 
 def update(place: Fleet, service: Restartable, chance: random.Random) -> None:
     """Stops a service within its grace and starts its successor."""
     if isinstance(service, Member):
         strike(service, "stopped", chance)
+        place.wait_whole()
     else:
         service.child.stop()
         service.restart()
-    place.wait_whole()
+        place.wait_whole()
+        time.sleep(RECONNECTED_S)
 
 
 def sample(place: Fleet) -> dict[str, Sample]:
