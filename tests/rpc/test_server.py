@@ -11,6 +11,8 @@ from typing import NoReturn
 
 import grpc
 import pytest
+from google.protobuf.descriptor_database import DescriptorDatabase
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -187,10 +189,10 @@ async def test_reflection_knows_methods(version: str):
             if not name.startswith(service) or name.endswith("Nothing"):
                 assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
                 continue
-            pool = DescriptorPool()
-            for data in reversed(answer.file_descriptor_response.file_descriptor_proto):
-                pool.AddSerializedFile(data)
-            method = pool.FindServiceByName(service).methods_by_name["Generate"]
+            files = DescriptorDatabase()  # which finds what a file imports, in whatever order they came
+            for data in answer.file_descriptor_response.file_descriptor_proto:
+                files.Add(FileDescriptorProto.FromString(data))
+            method = DescriptorPool(files).FindServiceByName(service).methods_by_name["Generate"]
             assert "sampling" in method.input_type.fields_by_name
         call.cancel()
     await server.stop(0)
