@@ -57,7 +57,7 @@ class Started:
 
     def __call__(self, role: str, settings: type[ServiceSettings], **values: Any) -> Child:
         """Starts a service and returns it once it serves. Raises ConfigError."""
-        common = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
+        common: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
         with Machine(role, LOOPBACK, self._cores[role], None).inside():
             child = self._stack.enter_context(start(role, settings(**common, **values)))
         child.wait_ready()
