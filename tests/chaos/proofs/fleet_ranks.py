@@ -54,7 +54,9 @@ def struck(
     client, plain = place.clients[0], [{**asked, "speculative": {"enabled": False}} for asked in requests]
     of_split, of_one = (own.generate_all(plain, width=WIDTH) for own in (split, one))
     streams = [Stream(client, client.request(**asked)) for asked in requests]
-    wait_under_way(streams, 10)
+    until(lambda: all(stream.outcome.started is not None or stream.has_ended for stream in streams), PATIENCE_S)
+    numerics = of_split[0].started.numerics
+    wait_under_way([one for one in streams if one.error is None and one.outcome.started.numerics == numerics], 10)
     lose_rank(place.targets[0], *strike)
     wrong, moved_count = [], 0
     for asked, texts, stream in zip(requests, zip(of_split, of_one), streams):
@@ -62,7 +64,7 @@ def struck(
         if stream.error is not None:
             wrong.append(f"{stream.error.code().name}: {stream.error.details()}")
             continue
-        was_split = stream.outcome.started.numerics == texts[0].started.numerics
+        was_split = stream.outcome.started.numerics == numerics
         expected, told = texts[0 if was_split else 1].token_ids, stream.moved_at
         if told:
             moved_count += 1
