@@ -249,8 +249,8 @@ class Occupier:
         self.over = threading.Event()
 
     def message(self, incarnation: int) -> bytes:
-        params = {"rule": types_pb.RULE_COUPLED, "temperature": 1, "top_p": 1, "repetition_penalty": 1}
-        fields = {"params": {"prompt_length": 1, **params}, "length_max": 9, "vocabulary_size": VOCABULARY_SIZE}
+        params = {"rule": types_pb.RULE_COUPLED, "prompt_length": 1}
+        fields = {"params": params, "length_max": 9, "vocabulary_size": VOCABULARY_SIZE}
         items = []
         for session in self.held:
             name = {"session": session, "incarnation": incarnation}
