@@ -2,7 +2,8 @@
 
 Two models: a coordinator has two drafts, the first of which is always wrong, beside one that has the good draft alone;
 then the good one is killed. One draft for four targets: the draft is a model as large as they are, and they are all in
-use. Targets run on one core, everything else on the other; variants in turns, `auto` on coordinators of its own.
+use. Targets run on one core, coordinators, drafts and client on the other; variants in turns, `auto` on coordinators of
+its own.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from rich.progress import Progress
 from bench.bars import Bar, add_check_flag, as_json, conclude
 from bench.concurrency import chosen_prompts
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from bench.harness import DRAFT_MODEL, heldout_prompts
 from bench.network.machines import LOOPBACK, Machine
 from bench.pipeline.measurements import Ratio, ratio_of
-from bench.pipeline.placement import cores_of_machines, processor_name
+from bench.pipeline.placement import COORDINATOR_NICE, cores_of_machines, processor_name
 from bench.pipeline.samples import measure
 from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT
 from bench.poor_drafts import write_always_wrong
+from bench.processes import set_priority
 from bench.streams import block_of, run_streams
 from specdec.config import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
 from specdec.errors import SpecdecError
@@ -61,6 +63,8 @@ class Started:
         with Machine(role, LOOPBACK, self._cores[role], None).inside():
             child = self._stack.enter_context(start(role, settings(**common, **values)))
         child.wait_ready()
+        if role == "coordinator":
+            set_priority(child.process.pid, COORDINATOR_NICE)
         return child
 
 
@@ -108,15 +112,15 @@ def two_models(
         yield "after the loss of the good one: auto / off", compared(rate, (BOTH, NONE), asked.pairs, done)
 
 
-def beyond_capacity(asked: argparse.Namespace, done: Callable[[], None]) -> tuple[Ratio, int]:
+def beyond_capacity(asked: argparse.Namespace, model: Path, done: Callable[[], None]) -> tuple[Ratio, int]:
     """Auto / off through four targets and one draft, and the sessions that the draft refused."""
     rule = RULES_DEFAULT[asked.rule]
     with contextlib.ExitStack() as stack:
         started = Started(stack)
-        own: dict[str, Any] = {"model": str(TARGET_MODEL), "threads": 1}
+        own: dict[str, Any] = {"model": str(model), "threads": 1, "dtype": asked.dtype}
         targets = tuple(started("target", TargetSettings, **own).address for _ in range(TARGET_COUNT))
-        draft = started("draft", DraftSettings, target_tokenizer=str(TARGET_MODEL), **own).address
-        common: dict[str, Any] = {"tokenizer": str(TARGET_MODEL), "target": targets, "draft": draft}
+        draft = started("draft", DraftSettings, target_tokenizer=str(model), **own).address
+        common: dict[str, Any] = {"tokenizer": str(model), "target": targets, "draft": draft}
         page = f"{LOOPBACK}:{free_port()}"
         pages = {AUTO.name: {"metrics_address": page}, OFF.name: {}}
         addresses = {
@@ -186,7 +190,7 @@ def main() -> int:
                 (OF_GOOD, OF_OFF), two_models(asked, model, wrong, lambda: bar.advance(task))
             ):
                 found.append((claim, bound, ratio))
-            ratio, refusal_count = beyond_capacity(asked, lambda: bar.advance(task))
+            ratio, refusal_count = beyond_capacity(asked, model, lambda: bar.advance(task))
             found.append(("one draft for four targets, beyond its capacity: auto / off", OF_OFF, ratio))
     except SpecdecError as error:
         print(f"fleet: {error}", file=sys.stderr)

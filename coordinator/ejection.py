@@ -2,9 +2,9 @@
 are arguments, in seconds of one clock that never goes back.
 
 A replica is ejected after FAULT_COUNT faults in a row, or where its rounds take SLOW_FACTOR times as long as those of
-the others: for EJECTION_S times the number of its ejections so far, as in Envoy's outlier detection. Texts that it has
-continue. At most half of a pool is ejected at once: a cause common to all, such as a request that none can answer, must
-not leave the pool empty.
+others with as many sessions: for EJECTION_S times the number of its ejections so far, as in Envoy's outlier detection.
+Texts that it has continue. At most half of a pool is ejected at once: a cause common to all, such as a request that
+none can answer, must not leave the pool empty.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 FAULT_COUNT = 3
 SLOW_FACTOR = 3.0
 ROUND_COUNT = 50  # of which the median counts
-ROUNDS_KEPT_S = 60.0  # for which a median is compared with others
+ROUNDS_KEPT_S = 10.0  # for which a median is compared with others
 EJECTION_S, EJECTION_MAX_S = 30.0, 300.0
 FORGIVEN_S = 300.0  # without an ejection, after which the next is the first again
 REPLICAS_PER_REQUEST = 3  # that may refuse a text before the refusal goes to the client
@@ -47,23 +47,25 @@ class PoolHealth:
         found.sort(key=lambda member: member.ejected_until_s, reverse=True)
         return found[: len(self._members) // 2]
 
-    def usual_round_s(self, health: Health, now_s: float) -> float | None:
-        """Returns the median of the round times of the other replicas; None if none was measured lately."""
+    def usual_round_s(self, health: Health, band: int, now_s: float) -> float | None:
+        """Returns the median of the round times of the other replicas with as many sessions; None if none was measured
+        lately."""
         since_s = now_s - ROUNDS_KEPT_S
-        times = [one.round_s for one in self._members if one is not health and one.measured_s >= since_s]
+        found = [one.rounds[band] for one in self._members if one is not health and band in one.rounds]
+        times = [round_s for round_s, measured_s in found if measured_s >= since_s]
         return statistics.median(times) if times else None
 
 
 class Health:
-    """The health of one replica; made by `PoolHealth.add`. `round_s`: the median of its last ROUND_COUNT rounds,
-    complete at `measured_s`."""
+    """The health of one replica; made by `PoolHealth.add`. `rounds`: the median of ROUND_COUNT rounds and when it was
+    complete, by the bits of the number of sessions at work: a busy replica is no slow one."""
 
     def __init__(self, pool: PoolHealth) -> None:
-        self.ejected_until_s = self.measured_s = -float("inf")
-        self.round_s = 0.0
+        self.ejected_until_s = -float("inf")
+        self.rounds: dict[int, tuple[float, float]] = {}
         self._pool = pool
         self._fault_count = self._ejection_count = 0
-        self._rounds: list[float] = []
+        self._measuring: dict[int, list[float]] = {}
 
     def fault(self, now_s: float) -> bool:
         """The replica failed: it was lost soon after it was reached, left a verification unanswered for too long, sent
@@ -71,16 +73,20 @@ class Health:
         self._fault_count += 1
         return self._fault_count >= FAULT_COUNT and self._eject(now_s)
 
-    def answered(self, round_s: float, now_s: float) -> bool:
-        """A verification without a prompt was answered within `round_s`. Returns whether this ejects the replica."""
+    def answered(self, round_s: float, session_count: int, now_s: float) -> bool:
+        """A verification without a prompt was answered within `round_s`, while it had work for as many sessions.
+        Returns whether this ejects the replica."""
         self._fault_count = 0
-        self._rounds.append(round_s)
-        if len(self._rounds) < ROUND_COUNT:
+        band = session_count.bit_length()
+        measuring = self._measuring.setdefault(band, [])
+        measuring.append(round_s)
+        if len(measuring) < ROUND_COUNT:
             return False
-        self.round_s, self.measured_s = statistics.median(self._rounds), now_s
-        self._rounds.clear()
-        usual_s = self._pool.usual_round_s(self, now_s)
-        return usual_s is not None and self.round_s > SLOW_FACTOR * usual_s and self._eject(now_s)
+        median_s = statistics.median(measuring)
+        self._measuring.clear()
+        self.rounds[band] = median_s, now_s
+        usual_s = self._pool.usual_round_s(self, band, now_s)
+        return usual_s is not None and median_s > SLOW_FACTOR * usual_s and self._eject(now_s)
 
     def is_ejected(self, now_s: float) -> bool:
         """Whether the replica gets no new texts."""

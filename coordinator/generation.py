@@ -134,7 +134,8 @@ class Generation(Placement):
             self._finish(appended.ending)
         elif not is_moved:  # the time of a move is no measurement of a plan
             if record.round_index and record.step.step_count == 1:
-                self._target.health.answered(record.times.round_trip_s, record.times.end_s)
+                times = record.times
+                self._target.health.answered(times.round_trip_s, record.step.active_sessions, times.end_s)
             self._loop.call_soon(self._learn, record)  # after the task of the link has written the next verification
 
     def _count_received(self, event: events.Event, byte_count: int) -> None:

@@ -31,9 +31,9 @@ def faults(health: Health, now_s: float, count: int = FAULT_COUNT) -> bool:
     return [health.fault(now_s) for _ in range(count)][-1]
 
 
-def rounds(health: Health, round_s: float, now_s: float, count: int = ROUND_COUNT) -> bool:
+def rounds(health: Health, round_s: float, now_s: float, count: int = ROUND_COUNT, session_count: int = 4) -> bool:
     """Answered rounds; whether the last ejects."""
-    return [health.answered(round_s, now_s) for _ in range(count)][-1]
+    return [health.answered(round_s, session_count, now_s) for _ in range(count)][-1]
 
 
 def test_three_faults_in_a_row_eject_and_an_answer_between_does_not() -> None:
@@ -42,7 +42,7 @@ def test_three_faults_in_a_row_eject_and_an_answer_between_does_not() -> None:
     _, (one, _) = pool_of(2)
     for _ in range(10):
         assert not faults(one, 0, FAULT_COUNT - 1)
-        one.answered(0.02, 0)
+        one.answered(0.02, 1, 0)
     assert not one.is_ejected(0)
     assert faults(one, 5) and one.is_ejected(5) and one.is_ejected(5 + EJECTION_S - 1)
     assert not one.is_ejected(5 + EJECTION_S)
@@ -59,7 +59,7 @@ def test_ejections_last_longer_each_time_up_to_a_bound_and_are_forgiven() -> Non
         assert not faults(one, now_s + 1) and one.ejected_until_s == end_s
         lengths.append(end_s - now_s)
         now_s = end_s
-        one.answered(0.02, now_s)
+        one.answered(0.02, 1, now_s)
     assert lengths == [min(EJECTION_S * count, EJECTION_MAX_S) for count in range(1, 13)]
     assert lengths[-1] == EJECTION_MAX_S
     now_s += FORGIVEN_S + 1
@@ -84,6 +84,17 @@ def test_a_replica_much_slower_than_the_others_is_ejected() -> None:
     assert not rounds(slow, 0.07, ROUNDS_KEPT_S + 2, ROUND_COUNT - 1)
     assert rounds(slow, 0.07, ROUNDS_KEPT_S + 2, 1) and slow.is_ejected(ROUNDS_KEPT_S + 2)
     assert not rounds(other, 0.02, ROUNDS_KEPT_S + 2)
+
+
+def test_a_busy_replica_is_no_slow_one() -> None:
+    """Claim: rounds are compared with those of others that had as many sessions, by its bits. Conclusive: the same
+    times eject once another replica was as fast with as many."""
+    _, (busy, idle, other) = pool_of(3)
+    rounds(idle, 0.005, 0, session_count=1)
+    rounds(other, 0.005, 0, session_count=1)
+    assert not rounds(busy, 0.05, 1, session_count=8)
+    rounds(idle, 0.01, 1, session_count=15)
+    assert rounds(busy, 0.05, 2, session_count=8)
 
 
 def test_never_more_than_half_of_a_pool_is_ejected() -> None:

@@ -76,6 +76,8 @@ def struck(
             wrong.append(f"{tokens} is not {expected}; of two ranks at first: {was_split}; moved at {told}")
     place.targets[0].kill()
     place.targets[0].restart()
+    place.coordinators[0].child.stop()  # which ejects a target that is lost again and again, for ever longer
+    place.coordinators[0].restart()
     place.wait_whole()
     return moved_count, wrong
 
