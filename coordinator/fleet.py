@@ -33,7 +33,7 @@ from specdec.protocol.suffix_store import SUFFIX_LENGTH_MIN, SUFFIX_TEXT_LENGTH_
 from specdec.protocol.types import Description, Proposer, Rule
 
 REJECTION_EVERY = 64  # of the requests that leave the rule to the service, one in 64 measures REJECTION
-MODEL_EVERY = 8  # while a draft model is not measured yet
+MODEL_EVERY = 2  # while a draft model is not measured yet: a poor one costs little, its policy soon leaves it
 HOPELESS = 0.5  # of the best rate: pairs so slow when last measured that exploration would cost too much
 RULE_GAIN = 1.03  # least ratio of REJECTION to COUPLED for a choice of REJECTION: COUPLED sends less, trusts no draft
 WAITING_RETRY_S = 0.25  # a target may have space again
@@ -252,8 +252,9 @@ class Fleet:
         self, request: GenerationRequest, turn: int, target: Target, proposers: frozenset[Proposer]
     ) -> tuple[Rule, Draft | None, str]:
         """Returns rule and draft, and the reason in one line: those with the most tokens per second measured, the first
-        unless others gain RULE_GAIN. One request in PAIR_EVERY that is under the service's own policy and limits
-        measures the pair that was chosen least lately."""
+        unless others gain RULE_GAIN. Of the requests under the service's own policy and limits one in REJECTION_EVERY
+        measures the pair that was chosen least lately; until each draft model is measured, one in MODEL_EVERY one that
+        is not."""
         named = request.rule()
         rules = (Rule.COUPLED, Rule.REJECTION) if named is None else (named[0],)
         models = self._models(proposers)
@@ -281,12 +282,12 @@ class Fleet:
             compared = "nothing measured yet" if not rates else f"{', '.join(missing)} not measured yet"
         measures = not own.proposers and own.num_speculative_tokens in (None, most)
         measures &= self._mode(request) is SpeculationMode.AUTO
-        is_new = has_models and any((first[0], draft) not in rates for _, draft in pairs)
-        every = MODEL_EVERY if is_new else REJECTION_EVERY
+        new = [pair for pair in pairs if has_models and pair[0] is first[0] and pair not in rates]
+        every = MODEL_EVERY if new else REJECTION_EVERY
         if measures and hash64(0, Lane.NEXT, turn, 0) % every == 0:  # whatever order kinds of requests come in
             least = HOPELESS * rates.get(best, 0.0)
             hopeful = [pair for pair in pairs if rates.get(pair, least) >= least]
-            latest = min(hopeful, key=lambda pair: self._tried.get(_named(pair), 0))
+            latest = min(new or hopeful, key=lambda pair: self._tried.get(_named(pair), 0))
             if latest != best:
                 self._tried[_named(latest)] = turn
                 return latest, f"the server's choice, to measure it: {compared}"
