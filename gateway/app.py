@@ -99,15 +99,16 @@ class Gateway:
             kwargs = dict(body.chat_template_kwargs or {})
             if body.reasoning_effort is not None:
                 kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-            tools = body.tools if body.tool_choice != "none" else None
+            tools = body.offered_tools
+            grammar = body.call_grammar(self._call_format, self._prompts.special_id)
             begins = (
                 not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
             )
             prompt_ids = await self._prompts.encode_chat(
-                plain(body.messages), positions_max, plain(tools), kwargs, begins, body.continue_final_message
+                plain(body.messages), positions_max, plain(tools) or None, kwargs, begins, body.continue_final_message
             )
             parser = self._parser(tools)
-            return await self._generate(request, body, [prompt_ids], parser)
+            return await self._generate(request, body, [prompt_ids], parser, grammar)
 
     def _parser(self, tools: Sequence[Tool] | None) -> ToolCallParser | None:
         if not tools or self._call_format is None:
@@ -124,7 +125,7 @@ class Gateway:
             if isinstance(prompt, str):
                 check_length(prompt, self._coordinators.description.target.positions_max, "prompt")
         async with Watched(request.receive, self.running):
-            return await self._generate(request, body, body.prompt, None)
+            return await self._generate(request, body, body.prompt, None, body.grammar)
 
     async def _generate(
         self,
@@ -132,6 +133,7 @@ class Gateway:
         body: ChatRequest | CompletionRequest,
         given: Sequence[str | list[int]],
         parser: ToolCallParser | None,
+        grammar: dict[str, Any] | None,
     ) -> Response:
         """Starts all texts, then returns their stream, or their whole answer."""
         described = self._coordinators.description
@@ -142,7 +144,7 @@ class Gateway:
                 own = prompt if not isinstance(prompt, str) else await self._prompts.encode(prompt, positions_max)
                 prompt_ids.append(own)
         salt = salt_of(request.scope.get(IDENTITY), body.cache_salt)
-        requests = make_requests(body, given, self._prompts, positions_max, salt, self._defaults)
+        requests = make_requests(body, given, self._prompts, positions_max, salt, self._defaults, grammar)
         trace = request.headers.get("traceparent")
         metadata = [("traceparent", trace)] if trace and trace.isascii() else []
         streams = [self._coordinators.messages(own, body.has_statistics, metadata) for own in requests]

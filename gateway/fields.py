@@ -70,7 +70,7 @@ def _refused(name: str, meaning: str, *neutral: Any, where: tuple[str, ...] = BO
     return Field(name, Fate.REFUSED, meaning, where, neutral)
 
 
-GRAMMAR = "output under a grammar is not offered"
+GUIDED = "use `structured_outputs`"
 VOCABULARY = "the set of tokens is not restricted; use `logit_bias`"
 TABLE = (
     _honoured("model", "the served name; another is 404"),
@@ -96,8 +96,23 @@ TABLE = (
     _honoured("prediction", "`prediction.text`: guesses, never a change of the text"),
     _honoured("cache_salt", "`cache_salt`, with the name of the key"),
     _honoured("speculative", "`speculative`; also `statistics` and `rounds` of the answer"),
-    _honoured("tools", "given to the template; calls in the text are `tool_calls`", (CHAT,)),
-    _honoured("tool_choice", "`auto`, or `none`: as without `tools`", (CHAT,)),
+    _honoured(
+        "tools",
+        "given to the template; calls in the text are `tool_calls`; of a tool with `strict` only with arguments of its "
+        "schema",
+        (CHAT,),
+    ),
+    _honoured(
+        "tool_choice",
+        "`auto`; `none`: as without `tools`; `required`, or one tool by its name: a call, under a grammar",
+        (CHAT,),
+    ),
+    _honoured("response_format", "`json_schema` and `json_object`: `sampling.grammar`; with tools that, or calls"),
+    _honoured(
+        "structured_outputs",
+        "`json`, `json_object`, `regex`, `choice`, or `grammar` in Lark: `sampling.grammar`; "
+        "`disable_any_whitespace` false: its `any_whitespace`",
+    ),
     _honoured("parallel_tool_calls", "false: the answer ends after its first call", (CHAT,)),
     _honoured("add_generation_prompt", "of the template; true by default", (CHAT,)),
     _honoured("continue_final_message", "the answer continues the last message", (CHAT,)),
@@ -116,12 +131,10 @@ TABLE = (
     _refused("echo", "the prompt is not part of the answer", False, where=(COMPLETIONS,)),
     _refused("suffix", "text is not inserted", "", where=(COMPLETIONS,)),
     _refused("prompt_logprobs", "log-probabilities are of the answer"),
-    _refused("response_format", GRAMMAR, {"type": "text"}, where=(CHAT,)),
-    _refused("structured_outputs", GRAMMAR),
-    _refused("guided_json", GRAMMAR),
-    _refused("guided_regex", GRAMMAR),
-    _refused("guided_choice", GRAMMAR),
-    _refused("guided_grammar", GRAMMAR),
+    _refused("guided_json", GUIDED),
+    _refused("guided_regex", GUIDED),
+    _refused("guided_choice", GUIDED),
+    _refused("guided_grammar", GUIDED),
     _refused("bad_words", VOCABULARY, []),
     _refused("allowed_token_ids", VOCABULARY),
     _refused("logits_processors", "no code of clients is run", []),

@@ -39,10 +39,12 @@ def make_requests(
     positions_max: int,
     salt: str,
     defaults: Mapping[str, Any],
+    grammar: Mapping[str, Any] | None,
 ) -> list[Request]:
-    """Returns the request of each prompt in `given`; `defaults`: sampling parameters where the body has none. Raises
-    HttpError for token ids that do not fit the model, ConfigError for a value that does not fit its message."""
-    fields = sampling_fields(body, prompts, defaults) | speculative_fields(body.speculative)
+    """Returns the request of each prompt in `given`, whose answers have this grammar; `defaults`: sampling parameters
+    where the body has none. Raises HttpError for token ids that do not fit the model, ConfigError for a value that does
+    not fit its message."""
+    fields = sampling_fields(body, prompts, defaults) | speculative_fields(body.speculative) | {"grammar": grammar}
     prediction = body.prediction.text if body.prediction else ()
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     made = []

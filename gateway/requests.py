@@ -6,6 +6,8 @@ known to `fields`; ranges of sampling parameters are the coordinator's, whose er
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model, model_validator
@@ -13,7 +15,16 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from specdec.client.request import FIELDS, WORDS
+from specdec.gateway.calls import Format
 from specdec.gateway.fields import CHAT, COMPLETIONS, SAME_FORM
+from specdec.gateway.grammars import (
+    ANY_OBJECT,
+    NamedChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+    call_grammar,
+)
 from specdec.gateway.strict import NAME_LENGTH_MAX, Strict, bounded_json
 from specdec.protocol.fields import (
     LOGIT_BIAS_COUNT_MAX,
@@ -136,7 +147,7 @@ class Function(Strict):
     name: Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -144,13 +155,6 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
-
-
-def _check_choice(value: Any) -> Any:
-    if value not in ("auto", "none"):
-        why = "only auto and none are supported: a required or named call needs a grammar"
-        raise PydanticCustomError("unsupported_parameter", "{why}", {"why": why})
-    return value
 
 
 def _check_prompt(value: Any) -> Any:
@@ -223,6 +227,8 @@ class Generation(SamplingParams):
     stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)] | None = None
     speculative: Speculative = Speculative()
     user: Name | None = None
@@ -241,7 +247,21 @@ class Generation(SamplingParams):
             )
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid_value", "stream_options needs stream: true")
+        if self.schema is not None and self.structured_outputs is not None:
+            raise PydanticCustomError("invalid_value", "response_format and structured_outputs exclude each other")
         return self
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The schema of `response_format`."""
+        return None if self.response_format is None else self.response_format.schema
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The grammar of the answer without calls; None for any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.grammar
+        return None if self.schema is None else {"json_schema": json.dumps(self.schema)}
 
     @property
     def output_count_max(self) -> int | None:
@@ -279,9 +299,7 @@ class ChatRequest(Generation):
     tools: (
         Annotated[list[Tool], Field(max_length=TOOL_COUNT_MAX, fail_fast=True), bounded_json(TOOLS_BYTES_MAX)] | None
     ) = None
-    tool_choice: Annotated[
-        Any, AfterValidator(_check_choice), WithJsonSchema({"enum": ["auto", "none"], "type": "string"})
-    ] = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -294,7 +312,41 @@ class ChatRequest(Generation):
             raise PydanticCustomError("invalid_value", "top_logprobs needs logprobs: true")
         if self.continue_final_message and self.add_generation_prompt:
             raise PydanticCustomError("invalid_value", "continue_final_message excludes add_generation_prompt: true")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+        if named is not None and all(tool.function.name != named for tool in self.tools or ()):
+            raise PydanticCustomError("invalid_value", "tool_choice names no tool that is given")
+        if self.is_call_demanded and not self.tools:
+            raise PydanticCustomError("invalid_value", "tool_choice: required needs tools")
+        if self.structured_outputs is not None and self.offered_tools:
+            raise PydanticCustomError("invalid_value", "structured_outputs excludes tools; use response_format")
         return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def is_call_demanded(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
+
+    def call_grammar(self, format: Format | None, special_id: Callable[[str], int | None]) -> dict[str, Any] | None:
+        """Returns the grammar of the answer with calls in a format; `special_id` finds special tokens by their text.
+        Raises HttpError where calls must have a form that is not known."""
+        tools, is_demanded, schema = self.offered_tools, self.is_call_demanded, self.schema
+        is_strict = any(tool.function.strict for tool in tools)
+        if not (is_demanded or is_strict or (tools and schema is not None and format is not None)):
+            return self.grammar
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+        schemas = {
+            tool.function.name: ANY_OBJECT if own is None or not (is_demanded or tool.function.strict) else own
+            for tool in tools
+            for own in [tool.function.parameters]
+            if named in (None, tool.function.name)
+        }
+        other: Any = "nothing" if is_demanded else "text" if schema is None else schema
+        return call_grammar(schemas, format, special_id, not self.parallel_tool_calls or named is not None, other)
 
 
 class CompletionRequest(Generation):
