@@ -49,7 +49,7 @@ class ResponseFormat(Strict):
         return self
 
     @property
-    def schema(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> dict[str, Any] | None:
         """The schema of an answer; None for any text."""
         if self.type == "text":
             return None

@@ -247,21 +247,21 @@ class Generation(SamplingParams):
             )
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid_value", "stream_options needs stream: true")
-        if self.schema is not None and self.structured_outputs is not None:
+        if self.answer_schema is not None and self.structured_outputs is not None:
             raise PydanticCustomError("invalid_value", "response_format and structured_outputs exclude each other")
         return self
 
     @property
-    def schema(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> dict[str, Any] | None:
         """The schema of `response_format`."""
-        return None if self.response_format is None else self.response_format.schema
+        return None if self.response_format is None else self.response_format.answer_schema
 
     @property
     def grammar(self) -> dict[str, Any] | None:
         """The grammar of the answer without calls; None for any text."""
         if self.structured_outputs is not None:
             return self.structured_outputs.grammar
-        return None if self.schema is None else {"json_schema": json.dumps(self.schema)}
+        return None if self.answer_schema is None else {"json_schema": json.dumps(self.answer_schema)}
 
     @property
     def output_count_max(self) -> int | None:
@@ -334,7 +334,7 @@ class ChatRequest(Generation):
     def call_grammar(self, format: Format | None, special_id: Callable[[str], int | None]) -> dict[str, Any] | None:
         """Returns the grammar of the answer with calls in a format; `special_id` finds special tokens by their text.
         Raises HttpError where calls must have a form that is not known."""
-        tools, is_demanded, schema = self.offered_tools, self.is_call_demanded, self.schema
+        tools, is_demanded, schema = self.offered_tools, self.is_call_demanded, self.answer_schema
         is_strict = any(tool.function.strict for tool in tools)
         if not (is_demanded or is_strict or (tools and schema is not None and format is not None)):
             return self.grammar
