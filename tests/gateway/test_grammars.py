@@ -54,7 +54,7 @@ def written(format: str, bodies: list[str]) -> str:
 def test_what_a_grammar_of_calls_accepts_is_read_as_calls(
     tokenizer: LLTokenizer, format: Any, is_one: bool, other: Any
 ) -> None:
-    """Claim: a grammar of calls accepts a call of each tool, and two unless one is asked for; none of an unknown tool or
+    """Claim: a grammar of calls accepts a call of each tool, and two unless one is wanted; none of an unknown tool or
     with arguments against its schema; free text, or the answer, only where it may come. What it accepts the gateway's
     own reader reads as these calls.
 
