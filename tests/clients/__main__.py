@@ -2,8 +2,8 @@
 
 Each client gets an environment of its own, made once, and a short program (`scripts/`) that asks as the client's pages
 show it: a chat whole and streamed, with seed and usage, tools, and objects of a type. Texts and usage must be those of
-`Generate`, calls those that the model wrote, every answer of the chat model an object of the type. A benchmark's report must have what the coordinator counted meanwhile. Prints a table; ends
-with 1 if an answer differs or a client fails.
+`Generate`, calls those that the model wrote, every answer of the chat model an object of the type. A benchmark's report
+must have what the coordinator counted meanwhile. Prints a table; ends with 1 if an answer differs or a client fails.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ TOOLS = [
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Addresses of the pair's gateway and its coordinator's metrics, its folder, the addresses of the model with calls
-    and of the chat model, and the expected answers by their names: texts, [prompt tokens, output tokens], calls, requests of a benchmark."""
+    """Addresses of the pair's gateway and its coordinator's metrics, of the model with calls and of the chat model; the
+    pair's folder, and the expected answers by their names: texts, [prompt tokens, output tokens], calls, requests of a
+    benchmark, numbers of objects."""
 
     chat: str
     metrics: str
