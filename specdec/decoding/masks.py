@@ -15,6 +15,8 @@ from torch import Tensor
 from specdec.decoding.host_copy import is_device, sent
 
 WORD_BITS = 32
+# By octet, whose lowest bit is the first token: a CPU looks up eight tokens at once.
+HIGHEST = numpy.where(numpy.arange(256)[:, None] >> numpy.arange(8) & 1, math.inf, -math.inf).astype(numpy.float32)
 
 
 def word_count(vocabulary_size: int) -> int:
@@ -37,19 +39,21 @@ def masked(logits: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
     as they are. On the target such a row lies below an illegal draft token only, where no text arrives.
     # logits: [rows, vocabulary]; masks: [rows, words] int32 of the host -> [rows, vocabulary], [rows] bool
     """
-    legal = logits.masked_fill(illegal_tokens(masks, logits.shape[1], logits.device), -math.inf)
+    legal = highest(masks, logits.shape[1], logits.device)
+    torch.minimum(logits, legal, out=legal)
     is_empty = legal.amax(dim=1, keepdim=True) == -math.inf
     if is_device(logits.device) or bool(is_empty.any()):
         legal = torch.where(is_empty, logits, legal)
     return legal, is_empty.squeeze(1)
 
 
-def illegal_tokens(masks: Tensor, width: int, device: torch.device) -> Tensor:
-    """Returns the tokens below `width` whose bits are not set.  # [rows, width] bool on the device"""
+def highest(masks: Tensor, width: int, device: torch.device) -> Tensor:
+    """Returns the highest logit that a token below `width` may have: infinity if it is legal, else -infinity. A minimum
+    with it costs a third of a masked fill, whose branches follow the bits.  # [rows, width] float32 on the device"""
     words = masks[:, : word_count(width)]
     if not is_device(device):
-        octets = (~words).contiguous().numpy().view(numpy.uint8)
-        return torch.from_numpy(numpy.unpackbits(octets, axis=1, count=width, bitorder="little")).view(torch.bool)
+        octets = words.contiguous().numpy().view(numpy.uint8)
+        return torch.from_numpy(HIGHEST.take(octets, axis=0)).flatten(1)[:, :width]
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
-    bits = (sent(~words, device).unsqueeze(2) >> shifts) & 1
-    return bits.to(torch.bool).flatten(1)[:, :width]
+    bits = ((sent(words.contiguous(), device).unsqueeze(2) >> shifts) & 1).flatten(1)[:, :width]
+    return torch.full(bits.shape, -math.inf, device=device).masked_fill_(bits == 1, math.inf)

@@ -9,12 +9,14 @@ from fractions import Fraction
 import pytest
 import torch
 
+from specdec.decoding import masks as masks_module
 from specdec.decoding import proposal as proposal_module
 from specdec.decoding import verification as verification_module
-from specdec.decoding.masks import masked
-from specdec.decoding.proposal import ProposalRequest
+from specdec.decoding.masks import masked, word_count
+from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.decoding.verification import VerificationRequest, verify
 from specdec.protocol.offer import Offer
-from specdec.protocol.types import DraftProbs
+from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
 from tests.exactness.enumeration import (
     PROMPT,
     Child,
@@ -124,6 +126,80 @@ def test_the_masks_are_not_trivial() -> None:
     paths = [PROMPT, *(PROMPT + path for path in target_output_distribution(chain(), 2))]
     assert any(legal(path) == {1} for path in paths), "min_tokens of POLICIES would leave nothing there"
     assert {len(legal(path)) for path in paths} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("width", [1, 7, 31, 32, 33, 96, 1000])
+def test_every_bit_is_its_token(width: int) -> None:
+    """Claim: a legal token's logit keeps its bits and every other one is -inf, whatever lies beyond the width, by the
+    table of a CPU and by the shifts of a device; rows without a legal token stay, and are told. Conclusive: every bit
+    of random masks against a mask read bit by bit in Python."""
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randn(20, width, generator=generator)
+    shape = (20, word_count(width) + 1)
+    masks = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+    masks[3], masks[4] = 0, -1
+    bits = [[bool(row[token_id // 32] >> token_id % 32 & 1) for token_id in range(width)] for row in masks.tolist()]
+    wanted = torch.where(torch.tensor(bits), logits, -math.inf)
+    is_empty = torch.tensor([not any(row) for row in bits])
+    wanted[is_empty] = logits[is_empty]
+    for _ in range(2):
+        found, told = masked(logits, masks)
+        assert torch.equal(found, wanted) and torch.equal(told, is_empty) and told[3] and not told[4]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(masks_module, "is_device", lambda device: True)
+            found, told = masked(logits, masks)
+            assert torch.equal(found, wanted) and torch.equal(told, is_empty)
+
+
+ROWS, WIDTH = 6, 3000
+RULES = {Rule.GREEDY: 0.0, Rule.COUPLED: 0.8, Rule.REJECTION: 0.8}
+
+
+def batch(rule: Rule, **policy: object) -> tuple[list[VerificationRequest], list[ProposalRequest], torch.Tensor]:
+    """A verification and a proposal of each of six rows."""
+    params = ResolvedSamplingParams(rule, seed=3, prompt_length=1, temperature=RULES[rule], **policy)
+    verifications = [VerificationRequest(params, 1, [0] * (1 + row)) for row in range(ROWS)]
+    proposals = [ProposalRequest(params, [0] * (1 + row), WIDTH, (row << 50,), 3) for row in range(ROWS)]
+    return verifications, proposals, torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5)) * 3
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("policy", [{}, {"top_k": 5}, {"top_p": 0.9}, {"logprobs": 2}], ids=str)
+def test_rows_without_a_grammar_have_the_bits_of_no_masks(rule: Rule, policy: dict) -> None:
+    """Claim: a row whose mask has all bits set has the result of a call without masks, bit for bit, beside a row with
+    few legal tokens; logprobs are those of the raw logits. Conclusive: equality of whole outputs."""
+    verifications, proposals, logits = batch(rule, **policy)
+    masks = torch.full((ROWS, word_count(WIDTH)), -1, dtype=torch.int32)
+    masks[2], masks[2, 7] = 0, 0b1001
+    plain, found = (verify(verifications, [1] * ROWS, logits, one) for one in (None, masks))
+    own, theirs = (propose(proposals, logits, one) for one in (None, masks))
+    others = [0, 1, 3, 4, 5]
+    assert [plain[row] for row in others] == [found[row] for row in others]
+    assert [own[row] for row in others] == [theirs[row] for row in others]
+    assert {*found[2].recovered_token_ids, *(token_id for token_id, _ in theirs[2].guesses)} <= {224, 227}
+    if "logprobs" in policy:
+        raw = logits[2].double().log_softmax(0)
+        assert found[2].recovered_logprobs[0].logprob == pytest.approx(
+            float(raw[found[2].recovered_token_ids[0]]), abs=1e-12
+        )
+        assert found[2].recovered_logprobs[0].top_token_ids == tuple(logits[2].topk(2).indices.tolist())
+
+
+def test_masks_of_another_shape_are_refused() -> None:
+    """Claim: masks of fewer rows or bits than logits, or of another type, raise an error that says what is wanted."""
+    verifications, proposals, logits = batch(Rule.GREEDY)
+    words = word_count(WIDTH)
+    for shape, dtype in (
+        ((ROWS - 1, words), torch.int32),
+        ((ROWS, words - 1), torch.int32),
+        ((ROWS, words), torch.int64),
+    ):
+        masks = torch.full(shape, -1, dtype=dtype)
+        wanted = rf"they must be torch.int32 \[{ROWS}, at least {words}\]"
+        with pytest.raises(ValueError, match=wanted):
+            verify(verifications, [1] * ROWS, logits, masks)
+        with pytest.raises(ValueError, match=wanted):
+            propose(proposals, logits, masks)
 
 
 class BonusRowNotMasked(Setting):
