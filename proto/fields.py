@@ -61,7 +61,7 @@ class WireField:
         self.constant = own.name.upper() + "_COUNT" * self.is_repeated
         for part in parts:
             part.constant = f"{own.name}_{part.name}".upper()
-        self.kind = f"tuple[{', '.join(part.kind for part in parts)}]" if parts else TYPES.get(own.type, "")
+        self.kind: str = f"tuple[{', '.join(part.kind for part in parts)}]" if parts else TYPES.get(own.type, "")
         self.module = ""  # of a value that checks itself, written by hand, since its kinds need code that knows them
         if own.type_name and not self.is_repeated:
             self.kind = own.type_name.rpartition(".")[2]

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 KEPT_COUNT_MAX = 64  # compiled grammars: the latest
 WAITING_COUNT_MAX = 32  # of each thread; a further one is refused
 SHORT_BYTES_MAX = 4 << 10
-SLOW_S = 0.005  # a mask that takes longer is not made beside a step
-# The library's limits, of one compilation or one mask: fuel is 20 ns or 70 ns a unit, a state up to 2 kB, an item 50 ns.
+SLOW_S = 0.005  # a mask, of some 0.1 ms, that takes longer is not made beside a step
+# The library's limits, of one compilation or mask: fuel is 20 ns or 70 ns a unit, a state up to 2 kB, an item 50 ns.
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -51,9 +51,9 @@ class Compiled:
 
 
 class Compiler:
-    """The grammars of one process, for the tokenizer.json of its target."""
+    """The grammars of one process. `tokenizer`: tells the file of the target's tokenizer, once it is needed."""
 
-    def __init__(self, tokenizer: Path) -> None:
+    def __init__(self, tokenizer: Callable[[], Path]) -> None:
         self._path = tokenizer
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
@@ -71,7 +71,7 @@ class Compiler:
             if found is not None:
                 self._kept.move_to_end(key)
                 return found
-            is_short = sum(map(len, (grammar.json_schema, grammar.regex, grammar.lark, *grammar.choice))) < SHORT_BYTES_MAX
+            is_short = grammar.size < SHORT_BYTES_MAX
             if self._waiting_counts[is_short] >= WAITING_COUNT_MAX:
                 raise CacheExhausted(f"{WAITING_COUNT_MAX} grammars wait to be compiled")
             self._waiting_counts[is_short] += 1
@@ -97,9 +97,9 @@ class Compiler:
             from llguidance import LLMatcher
 
             first = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits())
-            began_s = time.perf_counter()
+            began_s = time.thread_time()
             mask = b"" if first.is_error() else first.compute_bitmask()
-            mask_s = time.perf_counter() - began_s
+            mask_s = time.thread_time() - began_s
             if first.is_error():
                 raise InvalidRequest(field, text, f"a grammar that can be followed: {said(first.get_error(), kind)}")
             if not any(mask) and not first.is_accepting():
@@ -117,7 +117,7 @@ class Compiler:
                 from llguidance import LLTokenizer
 
                 try:
-                    self._tokenizer = LLTokenizer(str(self._path), eos_token=list(end_token_ids))
+                    self._tokenizer = LLTokenizer(str(self._path()), eos_token=list(end_token_ids))
                 except BaseException as error:  # a panic of the library is no Exception
                     cause = f"absent: the library cannot read this model's tokenizer: {one_line(error)}"
                     raise InvalidRequest("grammar", "set", cause) from None
@@ -128,7 +128,7 @@ def limits() -> LLParserLimits:
     """Returns LIMITS, of one compilation or mask."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(**LIMITS, verbose_errors=False)
+    return LLParserLimits(verbose_errors=False, **LIMITS)  # type: ignore[arg-type]
 
 
 def said(message: str, kind: str) -> str:

@@ -1,5 +1,5 @@
-"""The legal tokens along the paths of one text: its matcher stands at the committed tokens, walks along draft tokens, and
-returns.
+"""The legal tokens along the paths of one text: its matcher stands at the committed tokens, and walks along draft
+tokens and back.
 
 End tokens never enter a matcher. They are legal where the grammar accepts what is there, and alone where nothing can
 follow.
@@ -19,8 +19,8 @@ ALL = b"\xff"
 class MaskRows(NamedTuple):
     """Rows of bits, each of as many 32-bit words as hold a vocabulary: bit i of word w is token 32 w + i, 1 is legal.
 
-    `dead`: rows after which no text is known to be legal, by the library's limits or the model's tokens; all is set in
-    these, and in rows that no legal path reaches.
+    `dead`: rows of legal paths after which no token is known to be legal, by the library's limits or the model's
+    tokens.
     """
 
     bits: bytearray
@@ -39,11 +39,10 @@ class PathMatcher:
         self._output: list[int] = []  # what the matcher has consumed: of the committed output,
         self._path: list[int] = []  # and below it
 
-    def rows(
-        self, output: Sequence[int], draft_token_ids: Sequence[int] = (), parents: Sequence[int] = ()
-    ) -> MaskRows:
+    def rows(self, output: Sequence[int], draft_token_ids: Sequence[int] = (), parents: Sequence[int] = ()) -> MaskRows:
         """Returns the legal tokens after the committed output, and after each draft token of a tree along its own path
-        (`parents`: protocol.tree_shape). Raises GrammarFailed if none is known after the output."""
+        (`parents`: protocol.tree_shape); all tokens where no legal path leads, and in dead rows. Raises GrammarFailed
+        if none is known after the output."""
         self.stand(output)
         size = self._row_bytes
         bits = bytearray(ALL) * (size * (1 + len(draft_token_ids)))
@@ -64,8 +63,8 @@ class PathMatcher:
         return MaskRows(bits, frozenset(dead))
 
     def rows_of_paths(self, output: Sequence[int], paths: Iterable[Sequence[int]]) -> MaskRows:
-        """Returns the legal tokens after each path below the committed output. Raises GrammarFailed if the output is
-        not legal."""
+        """Returns the legal tokens after each path below the committed output; none after an illegal one, and in dead
+        rows. Raises GrammarFailed if the output is not legal."""
         self.stand(output)
         bits, dead = bytearray(), set[int]()
         for row, path in enumerate(paths):
@@ -74,7 +73,7 @@ class PathMatcher:
                 bits += self._row()
             except GrammarFailed:
                 dead.add(row)
-                bits += ALL * self._row_bytes
+                bits += bytes(self._row_bytes)
         return MaskRows(bits, frozenset(dead))
 
     def legal_count(self, output: Sequence[int], token_ids: Sequence[int]) -> int:

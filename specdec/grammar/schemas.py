@@ -18,8 +18,8 @@ NESTED = ("array", "object")  # types whose values have parts; others have a val
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Raises InvalidRequest for a schema without a solution of finite length, and for `minProperties` that repeated names
-    could seem to reach. Whether its words make sense is left to the library."""
+    """Raises InvalidRequest for a schema without a solution of finite length, and for `minProperties` that repeated
+    names could seem to reach. Whether its words make sense is left to the library."""
     targets: dict[str, Any] = {}
     for part in parts_of(schema):
         _check_count(part)

@@ -15,8 +15,8 @@ KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """One of KINDS, the others empty: a JSON schema as text, any JSON object, a regular expression that the whole output
-    matches, one of some texts, or a Lark grammar. `allow_whitespace`: JSON need not be compact.
+    """One of KINDS, the others empty: a JSON schema as text, any JSON object, a regular expression that the whole
+    output matches, one of some texts, or a Lark grammar. `allow_whitespace`: JSON need not be compact.
 
     Raises InvalidRequest for none or several, and for more than GRAMMAR_BYTES_MAX bytes.
     """
@@ -34,10 +34,8 @@ class Grammar:
             raise InvalidRequest("grammar", " and ".join(given) or "empty", f"one of {', '.join(KINDS)}, not empty")
         check_count("grammar.choice", self.choice, CHOICE_COUNT_MAX, "texts")
         check_texts("grammar.choice", self.choice, GRAMMAR_BYTES_MAX)
-        parts = (self.json_schema, self.regex, self.lark, *self.choice)
-        size = sum(len(part.encode("utf-8", "surrogatepass")) for part in parts)
-        if size > GRAMMAR_BYTES_MAX:
-            raise InvalidRequest(f"grammar.{self.kind}", f"{size} bytes", f"at most {GRAMMAR_BYTES_MAX} bytes")
+        if self.size > GRAMMAR_BYTES_MAX:
+            raise InvalidRequest(f"grammar.{self.kind}", f"{self.size} bytes", f"at most {GRAMMAR_BYTES_MAX} bytes")
         if self.allow_whitespace and self.kind not in ("json_schema", "json_object"):
             raise InvalidRequest("grammar.allow_whitespace", True, "absent: it is for JSON")
 
@@ -45,3 +43,9 @@ class Grammar:
     def kind(self) -> str:
         """Which of KINDS it is."""
         return next(name for name in KINDS if getattr(self, name))
+
+    @property
+    def size(self) -> int:
+        """The bytes of its texts in UTF-8."""
+        texts = (self.json_schema, self.regex, self.lark, *self.choice)
+        return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
