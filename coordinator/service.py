@@ -17,6 +17,7 @@ from typing import NamedTuple
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.fleet import Fleet
 from specdec.coordinator.generation import Generation
+from specdec.coordinator.grammars import Grammars
 from specdec.coordinator.metrics import page_metrics
 from specdec.coordinator.output import Ending, OutputProcessor
 from specdec.coordinator.recording import Recorder
@@ -74,6 +75,7 @@ class Coordinator:
         self._settings = settings
         self._tracing = tracing
         self._tokenizer = tokenizer
+        self._grammars = Grammars(settings.tokenizer)
         self.metrics = CoordinatorMetrics()
         self.fleet = Fleet(settings, tokenizer.fingerprint, changed)
         self._numbers = itertools.count(1)
@@ -147,7 +149,8 @@ class Coordinator:
         max_tokens = request.max_tokens(len(prompt), target.positions_max)
         sampling, stop_ids = request.sampling, request.stop_token_ids(target.end_token_ids)
         stream = self._tokenizer.stream(prompt)
-        output = OutputProcessor(stream, sampling.stop, stop_ids, sampling.min_tokens, max_tokens)
+        sure_ends = () if sampling.grammar is None else target.end_token_ids
+        output = OutputProcessor(stream, sampling.stop, stop_ids, sampling.min_tokens, max_tokens, sure_ends)
         resumed = output.append(request.resumed_token_ids)
         if resumed.kept_count < len(request.resumed_token_ids):
             limit = f"at most {resumed.kept_count} tokens: the text ended there"
@@ -167,6 +170,7 @@ class Coordinator:
         """Returns the generation, not yet begun, its end if the resumed tokens reached it, and the model of its target,
         whose numerics may be others than those of `model`. Raises SpecdecError."""
         request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, model)
+        legal_runs = await self._grammars.admit(request, len(prompt), model, ending is not None)
         number, fleet = next(self._numbers), self.fleet
         length_max = len(prompt) + output.max_tokens
         committed = [*prompt, *request.resumed_token_ids]
@@ -186,6 +190,7 @@ class Coordinator:
             path_count_max(target.cache, length_max, cap) if has_trees else 1,
             Calibration(fleet.calibration, SESSION_OUTCOMES),
             Proposer.HEADS in choice.proposers,
+            legal_runs,
         )
         reason = choice.rule_reason
         started = Started(statistics.request_id, params.seed, choice.rule, len(prompt), output.max_tokens, reason)

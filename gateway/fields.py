@@ -14,7 +14,7 @@ from typing import Any
 from specdec.client.request import FIELDS
 
 # Sampling parameters that have another form over HTTP, or none; the other numbers and flags are as in gRPC.
-OTHER_FORM = ("max_tokens", "top_k", "logit_bias", "seed", "stop", "stop_token_ids", "logprobs", "n")
+OTHER_FORM = ("max_tokens", "top_k", "logit_bias", "seed", "stop", "stop_token_ids", "logprobs", "n", "grammar")
 SAME_FORM = {
     name: field
     for name, field in FIELDS.items()

@@ -9,6 +9,7 @@ from specdec.decoding.verification import VerificationRequest
 from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.scheduling.feed import Feed
 from specdec.errors import SpecdecError
+from specdec.grammar.jobs import SessionGrammar
 from specdec.protocol.items import Verification, VerificationResult
 from specdec.protocol.tree_shape import children
 from specdec.protocol.types import SamplerOutput
@@ -25,7 +26,7 @@ class TargetSession(ReplicaSession):
     answered `last_answer` is None, afterwards `work` is. `feed` does the work. `guaranteed_length`: no preemption
     before its cache has this length. `born_s`: when its text began, by its age. `quiet_since_s`: end of its last work.
     `cached_count`: tokens found in the cache at its admission; `preemptions`: since its last verification result.
-    `counts`: of its tokens, for penalties.
+    `counts`: of its tokens, for penalties. `grammar`: None without.
     """
 
     fed_length: int = 0
@@ -44,6 +45,7 @@ class TargetSession(ReplicaSession):
     arrived_s: float = 0.0
     requested_s: float = 0.0
     counts: TokenCounts | None = field(default=None, init=False)
+    grammar: SessionGrammar | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.opened.params.has_penalties:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.protocol import limits
+from specdec.protocol.grammar import Grammar
 
 TEMPERATURE_MIN = 0.01
 TEMPERATURE_MAX = 100.0  # the target distribution is flat there; between 0 and 0.01 float64 fails
@@ -40,6 +41,7 @@ class CommonSamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def check_common(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
@@ -151,6 +153,11 @@ MEANINGS = {
         "Log-probabilities: absent none, 0 of each output token, n (at most 20) also of the n likeliest."
     ),
     "SamplingParams.n": ("Number of texts; only 1 is accepted. Absent: 1."),
+    "SamplingParams.grammar": (
+        "What the output must be: illegal tokens have probability 0, and an end token is legal where the "
+        "output may end. It goes before min_tokens; ignore_eos with it, and a model without end tokens, are "
+        "INVALID_ARGUMENT. Absent: any text."
+    ),
     "SpeculativePolicy.enabled": ("False: plain decoding, without draft and every other proposer. Absent: true."),
     "SpeculativePolicy.num_speculative_tokens": (
         "Most draft tokens in one verification; 0 is plain decoding; at most the server's maximum. Absent: "

@@ -24,6 +24,7 @@ DELTA_TOKEN_COUNT_MAX = 1024
 STOP_STRING_BYTES_MAX = 256
 PARAMS_STOP_TOKEN_COUNT_MAX = 128
 LOGPROBS_MAX = 20
+GRAMMAR_BYTES_MAX, CHOICE_COUNT_MAX = 64 << 10, 1024
 REPLICA_COUNT_MAX = 1024
 LABEL_LENGTH_MAX = PROMPT_CACHE_KEY_LENGTH_MAX = CACHE_SALT_LENGTH_MAX = 128
 INSTANCE_LENGTH_MAX = 64
@@ -89,6 +90,14 @@ _NAMED = (
         "the stop tokens of a request and the end tokens of its model together",
     ),
     Limit("LOGPROBS_MAX", LOGPROBS_MAX, "as many are sorted out and sent for every position"),
+    Limit(
+        "GRAMMAR_BYTES_MAX",
+        GRAMMAR_BYTES_MAX,
+        "it is compiled in a second at most, and travels in one item",
+        low=1,
+        is_bytes=True,
+    ),
+    Limit("CHOICE_COUNT_MAX", CHOICE_COUNT_MAX, "more are a grammar of their own", low=1),
     Limit("log-probability", 0, "a logarithm of a probability", low=-math.inf),
     Limit("REPLICA_COUNT_MAX", REPLICA_COUNT_MAX, "of a pool: each has a connection with pings"),
     Limit("LABEL_LENGTH_MAX", LABEL_LENGTH_MAX, "every log line contains it"),

@@ -29,6 +29,8 @@ class SamplingParams(SamplingFields):
         biased = [token_id for token_id, _ in self.logit_bias]
         if len(set(biased)) != len(biased):
             raise InvalidRequest("sampling.logit_bias", sorted(biased), "without any token id twice")
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest("sampling.ignore_eos", True, "absent or false with a grammar, which ends the text")
 
 
 class SpeculationMode(enum.Enum):
@@ -134,8 +136,10 @@ class GenerationRequest:
         return most
 
     def check_model(self, prompt: tuple[int, ...], target: Description) -> None:
-        """Raises InvalidRequest for token ids the target does not have."""
+        """Raises InvalidRequest for token ids the target does not have, and for a grammar without end tokens."""
         size = target.vocabulary_size
+        if self.sampling.grammar is not None and not target.end_token_ids:
+            raise InvalidRequest("grammar", self.sampling.grammar.kind, "absent: the model has no end token to end it")
         check_token_ids("prompt.token_ids", prompt, size)
         check_token_ids("resume.output_token_ids", self.resumed_token_ids, size)
         check_token_ids("prediction.token_ids", self.predicted_token_ids, size)
@@ -156,4 +160,7 @@ class GenerationRequest:
         common = {own.name: getattr(sampling, own.name) for own in fields(CommonSamplingParams)}
         common["logit_bias"] = tuple(sorted(sampling.logit_bias))
         stop_token_ids = self.stop_token_ids(end_token_ids)
-        return ResolvedSamplingParams(rule, seed, prompt_length, stop_token_ids=stop_token_ids, **common)
+        ends = () if sampling.grammar is None else tuple(sorted(end_token_ids))
+        return ResolvedSamplingParams(
+            rule, seed, prompt_length, stop_token_ids=stop_token_ids, end_token_ids=ends, **common
+        )

@@ -93,12 +93,14 @@ class ResolvedSamplingParams(CommonSamplingParams):
 
     `prompt_length`: positions from there on are output. `stop_token_ids` are masked while fewer than `min_tokens`
     output tokens come before a position. `logprobs`: None for none, n for the n likeliest beside the token itself.
+    `end_token_ids`: those of the target, with a grammar only, which makes them legal where the output may end.
     """
 
     rule: Rule
     seed: int
     prompt_length: int
     stop_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
+    end_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         check_integer("seed", self.seed, 0, SEED_MAX)
@@ -111,6 +113,11 @@ class ResolvedSamplingParams(CommonSamplingParams):
         check_ascending("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))
         check_ascending("stop_token_ids", self.stop_token_ids)
         check_count("stop_token_ids", self.stop_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX, "ids")
+        check_ascending("end_token_ids", self.end_token_ids)
+        check_count("end_token_ids", self.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX, "ids")
+        if (self.grammar is None) == bool(self.end_token_ids):
+            limit = "empty without a grammar" if self.grammar is None else "the target's end tokens, with a grammar"
+            raise InvalidRequest("end_token_ids", list(self.end_token_ids), limit)
 
     @property
     def has_penalties(self) -> bool:

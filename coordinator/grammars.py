@@ -1,0 +1,79 @@
+"""Grammars of requests at the coordinator: refused at admission or followed, and what its own proposers may guess."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from specdec.errors import InvalidRequest, one_line
+from specdec.folders import tokenizer_file
+from specdec.grammar.compiler import Compiler
+from specdec.grammar.matcher import PathMatcher
+from specdec.protocol.proposers import Run
+from specdec.protocol.request import GenerationRequest
+from specdec.protocol.types import Description
+from specdec.telemetry.logs import get_logger
+
+SLOW_S = 0.01  # of the event loop: texts whose guesses take longer to check get none
+
+
+class LegalRuns:
+    """Cuts runs, which were not drawn, where their tokens are illegal: these would only take rows. It never fails a
+    text; where it cannot tell, there are no runs."""
+
+    def __init__(self, matcher: PathMatcher, prompt_length: int) -> None:
+        self._matcher = matcher
+        self._prompt_length = prompt_length
+        self._is_of_use = True
+
+    def __call__(self, committed: Sequence[int], runs: Sequence[Run]) -> list[Run]:
+        """Returns the legal beginnings of the runs, as far as they have one."""
+        if not (runs and self._is_of_use):
+            return []
+        began_s = time.thread_time()
+        try:
+            output = committed[self._prompt_length :]
+            counts = [self._matcher.legal_count(output, run.token_ids) for run in runs]
+        except BaseException as error:  # a panic of the library is no Exception
+            get_logger().info("no guesses under a grammar", error=one_line(error))
+            self._is_of_use = False
+            return []
+        self._is_of_use = time.thread_time() - began_s < SLOW_S
+        return [
+            run._replace(token_ids=run.token_ids[:count], confidences=run.confidences[:count])
+            for run, count in zip(runs, counts)
+            if count
+        ]
+
+
+class Grammars:
+    """The grammars of one coordinator. `tokenizer`: folder or hub id of the target's tokenizer."""
+
+    def __init__(self, tokenizer: str) -> None:
+        self._compiler = Compiler(lambda: tokenizer_file(tokenizer))
+
+    async def admit(
+        self, request: GenerationRequest, prompt_length: int, target: Description, has_ended: bool
+    ) -> LegalRuns | None:
+        """Returns what cuts the guesses of a request; None without a grammar. `has_ended`: the resumed tokens reach the
+        end of the text. Raises InvalidRequest for a grammar that cannot be followed, or resumed tokens that do not
+        follow it, and CacheExhausted while too many grammars wait to be compiled."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        waiting = asyncio.wrap_future(self._compiler.compile(grammar, target.end_token_ids))
+        compiled = await asyncio.shield(waiting)  # another request may wait for it too
+        matcher = PathMatcher(compiled, target.end_token_ids, target.vocabulary_size)
+        resumed = request.resumed_token_ids
+        if resumed:
+            await asyncio.to_thread(check_resumed, matcher, resumed[:-1] if has_ended else resumed)
+        return LegalRuns(matcher, prompt_length)
+
+
+def check_resumed(matcher: PathMatcher, token_ids: Sequence[int]) -> None:
+    """Raises InvalidRequest naming the first of some output tokens that is illegal, GrammarFailed."""
+    count = matcher.legal_count([], token_ids)
+    if count < len(token_ids):
+        field = f"resume.output_token_ids[{count}]"
+        raise InvalidRequest(field, token_ids[count], "a token that is legal there by the grammar")
