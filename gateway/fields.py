@@ -111,7 +111,7 @@ TABLE = (
     _honoured(
         "structured_outputs",
         "`json`, `json_object`, `regex`, `choice`, or `grammar` in Lark: `sampling.grammar`; "
-        "`disable_any_whitespace` false: its `any_whitespace`",
+        "`disable_any_whitespace` false: its `allow_whitespace`",
     ),
     _honoured("parallel_tool_calls", "false: the answer ends after its first call", (CHAT,)),
     _honoured("add_generation_prompt", "of the template; true by default", (CHAT,)),

@@ -21,7 +21,15 @@ SCHEMA_BYTES_MAX = 64 << 10  # as the coordinator has it, for a whole grammar
 SCHEMA_DEPTH_MAX = 128  # of lists and objects; the coordinator's limit is in levels of the schema
 CHOICE_COUNT_MAX = 1024
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+COMPACT = {
+    "x-guidance": {
+        "whitespace_flexible": False,
+        "item_separator": ",",
+        "key_separator": ":",
+        "lenient": False,
+        "coerce_one_of": False,
+    }
+}
 
 JsonSchema = Annotated[dict[str, Any] | bool, bounded_json(SCHEMA_BYTES_MAX, SCHEMA_DEPTH_MAX)]
 Text = Annotated[str, Field(max_length=SCHEMA_BYTES_MAX)]
@@ -78,7 +86,7 @@ class StructuredOutputs(Strict):
     @property
     def grammar(self) -> dict[str, Any]:
         """The grammar."""
-        spaces = {} if self.disable_any_whitespace else {"any_whitespace": True}
+        spaces = {} if self.disable_any_whitespace else {"allow_whitespace": True}
         if self.json_ is not None:
             return {"json_schema": self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)} | spaces
         if self.json_object:

@@ -112,7 +112,7 @@ def test_which_grammar_a_request_has() -> None:
     assert grammar_of(response_format=named) == {"json_schema": json.dumps(SCHEMA)}
     assert grammar_of(structured_outputs={"json": SCHEMA}) == {"json_schema": json.dumps(SCHEMA)}
     spaced = {"json_object": True, "disable_any_whitespace": False}
-    assert grammar_of(structured_outputs=spaced) == {"json_object": True, "any_whitespace": True}
+    assert grammar_of(structured_outputs=spaced) == {"json_object": True, "allow_whitespace": True}
     assert grammar_of(structured_outputs={"regex": "a+"}) == {"regex": "a+"}
     assert grammar_of(structured_outputs={"choice": ["a", "b"]}) == {"choice": ["a", "b"]}
     assert grammar_of(structured_outputs={"grammar": 'start: "a"'}) == {"lark": 'start: "a"'}
