@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+from jsonschema import Draft202012Validator, ValidationError
 from llguidance import LLMatcher, LLTokenizer
 from rich.console import Console
 from rich.progress import track
@@ -30,9 +32,26 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from tests.structured.schemas import SCHEMAS, Schema
 from tests.support.services import MODELS, Client, Outcome, running
 
-CLOSERS = ('"', "}", "]", ":", ",")  # what a text is completed with if it may be, in this order
+CLOSERS = ('"', "}", "]", ":", ",", "@", "0", "a")  # what a text is completed with if it may be, in this order
 COMPLETION_TOKENS_MAX = 1000
 BOUNDED_SHARE_MIN = 0.95
+FORMATS = Draft202012Validator.FORMAT_CHECKER  # of date, uuid, email, ipv4; the two below are RFC 3339's
+TIME = re.compile(r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([zZ]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII)
+
+
+@FORMATS.checks("time")
+def is_time(value: object) -> bool:
+    """Whether a value is a time, or no string."""
+    return not isinstance(value, str) or TIME.fullmatch(value) is not None
+
+
+@FORMATS.checks("date-time", raises=ValueError)
+def is_date_time(value: object) -> bool:
+    """Whether a value is a date and a time, or no string."""
+    if not isinstance(value, str):
+        return True
+    date.fromisoformat(value[:10])
+    return value[10:11] in ("t", "T", " ") and is_time(value[11:])
 
 
 @dataclass
@@ -59,8 +78,9 @@ class Judge:
         if outcome.finished.reason != pb.FINISH_REASON_STOP:
             text = self._completed(own, outcome.token_ids)
         try:
-            jsonschema.validate(json.loads(text), own.schema, format_checker=jsonschema.FormatChecker())
-        except (ValueError, jsonschema.ValidationError) as error:
+            validator = Draft202012Validator(own.schema, format_checker=FORMATS)
+            validator.validate(json.loads(text))
+        except (ValueError, ValidationError) as error:
             return f"{outcome.text!r} ({text!r}): {str(error).splitlines()[0]}"
         return ""
 
