@@ -228,7 +228,8 @@ class Fleet:
             return frozenset()
         if not asked:
             asked = frozenset({Proposer.DRAFT}) if mode is SpeculationMode.FIXED else self._own
-        return asked & self._own - request.withheld_proposers
+        found = asked & self._own - request.withheld_proposers
+        return found - {Proposer.GRAMMAR} if request.sampling.grammar is None else found
 
     def _mode(self, request: GenerationRequest) -> SpeculationMode:
         if not request.speculative.enabled:
@@ -297,7 +298,7 @@ class Fleet:
 
     def _measured(self, rule: Rule, target: Target, draft: Draft | None) -> float | None:
         """Tokens per second of the best plan under the server's own limit; None before RULE_ROUNDS rounds."""
-        has_local = bool(self._own - {Proposer.DRAFT})
+        has_local = bool(self._own - {Proposer.DRAFT, Proposer.GRAMMAR})
         key = target.model_key, rule, self._settings.num_speculative_tokens_max, draft is not None, has_local
         goodput = (draft or target).goodputs.get(key)
         return None if goodput is None or goodput.round_count < RULE_ROUNDS else goodput.best_rate()

@@ -10,9 +10,10 @@ from specdec.errors import InvalidRequest, one_line
 from specdec.folders import tokenizer_file
 from specdec.grammar.compiler import Compiler
 from specdec.grammar.matcher import PathMatcher
-from specdec.protocol.proposers import Run
+from specdec.protocol.limits import CONFIDENCE_MAX
+from specdec.protocol.proposers import RUN_LENGTH_MAX, Run
 from specdec.protocol.request import GenerationRequest
-from specdec.protocol.types import Description
+from specdec.protocol.types import Description, Proposer
 from specdec.telemetry.logs import get_logger
 
 SLOW_S = 0.01  # of the event loop: texts whose guesses take longer to check get none
@@ -20,12 +21,13 @@ SLOW_S = 0.01  # of the event loop: texts whose guesses take longer to check get
 
 class LegalRuns:
     """Cuts runs, which were not drawn, where their tokens are illegal: these would only take rows. It never fails a
-    text; where it cannot tell, there are no runs."""
+    text; where it cannot tell, there are no runs. `proposer`: by the same matcher."""
 
     def __init__(self, matcher: PathMatcher, prompt_length: int) -> None:
         self._matcher = matcher
         self._prompt_length = prompt_length
         self._is_of_use = True
+        self.proposer = GrammarProposer(matcher, prompt_length)
 
     def __call__(self, committed: Sequence[int], runs: Sequence[Run]) -> list[Run]:
         """Returns the legal beginnings of the runs, as far as they have one."""
@@ -45,6 +47,23 @@ class LegalRuns:
             for run, count in zip(runs, counts)
             if count
         ]
+
+
+class GrammarProposer:
+    """Proposes the tokens of the only text that may follow by a grammar. As sure as a guess may be: the target alone
+    decides how the text is split into tokens, so another split is rejected, never forced."""
+
+    def __init__(self, matcher: PathMatcher, prompt_length: int) -> None:
+        self._matcher = matcher
+        self._prompt_length = prompt_length
+
+    def propose(self, committed: Sequence[int]) -> list[Run]:
+        """As LocalProposer."""
+        try:
+            found = self._matcher.forced(committed[self._prompt_length :])[:RUN_LENGTH_MAX]
+        except BaseException:  # a panic of the library is no Exception; the target tells what ends the text
+            return []
+        return [Run(Proposer.GRAMMAR, found, 0, 0, (CONFIDENCE_MAX,) * len(found))] if found else []
 
 
 class Grammars:

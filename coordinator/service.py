@@ -178,6 +178,9 @@ class Coordinator:
         target = choice.model
         params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids)
         has_trees, cap = self._settings.draft_siblings_max > 0, choice.policy.draft_length_cap
+        local = fleet.local_proposers(choice, request, committed, predicted)
+        if legal_runs is not None and Proposer.GRAMMAR in choice.proposers:
+            local.append(legal_runs.proposer)
         session = Session(
             number,
             params,
@@ -186,7 +189,7 @@ class Coordinator:
             choice.policy,
             committed,
             request.cache_salt,
-            fleet.local_proposers(choice, request, committed, predicted),
+            local,
             path_count_max(target.cache, length_max, cap) if has_trees else 1,
             Calibration(fleet.calibration, SESSION_OUTCOMES),
             Proposer.HEADS in choice.proposers,

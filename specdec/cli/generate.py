@@ -34,8 +34,9 @@ PROPOSER_COLORS = {
     Proposer.SUFFIX: "\x1b[34m",
     Proposer.PREDICTION: "\x1b[35m",
     Proposer.HEADS: "\x1b[92m",
+    Proposer.GRAMMAR: "\x1b[96m",
 }
-NAMES = ("draft model", "n-gram", "earlier text", "prediction", "heads")
+NAMES = ("draft model", "n-gram", "earlier text", "prediction", "heads", "grammar")
 _COLORED = ", ".join(f"{color}{name}{RESET}" for name, color in zip(NAMES, PROPOSER_COLORS.values()))
 _RECOVERED = f"{COLORS[TokenKind.RECOVERED]}recovered tokens{RESET}"
 LEGEND = f"accepted tokens of {_COLORED}; {_RECOVERED}, bonus tokens"

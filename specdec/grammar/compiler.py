@@ -46,6 +46,7 @@ class Compiled:
     tokens that the library takes for ends of a text. `is_slow`: its first mask took longer than SLOW_S."""
 
     first: LLMatcher
+    tokenizer: LLTokenizer
     ends: tuple[int, ...]
     is_slow: bool
 
@@ -104,7 +105,7 @@ class Compiler:
                 raise InvalidRequest(field, text, f"a grammar that can be followed: {said(first.get_error(), kind)}")
             if not any(mask) and not first.is_accepting():
                 raise InvalidRequest(field, text, "a grammar of at least one text, in the model's tokens")
-            return Compiled(first, tuple(tokenizer.eos_tokens), mask_s > SLOW_S)
+            return Compiled(first, tokenizer, tuple(tokenizer.eos_tokens), mask_s > SLOW_S)
         except SpecdecError:
             raise
         except BaseException as error:  # a panic of the library is no Exception

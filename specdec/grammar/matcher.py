@@ -14,6 +14,7 @@ from specdec.errors import GrammarFailed, SpecdecError, one_line
 from specdec.grammar.compiler import Compiled
 
 ALL = b"\xff"
+RECENT_COUNT = 8  # of tokens that decide how the text after them is split
 
 
 class MaskRows(NamedTuple):
@@ -84,6 +85,16 @@ class PathMatcher:
         found: int = self._matcher.validate_tokens(list(token_ids[: next(ends, len(token_ids))]))
         self._check()
         return found
+
+    def forced(self, output: Sequence[int]) -> tuple[int, ...]:
+        """Returns tokens of the only text that may follow the committed output, as the tokenizer splits it; none where
+        several may. The text's other splits are as legal. Raises GrammarFailed if the output is not legal."""
+        self.stand(output)
+        text = b"" if self._matcher.is_accepting() else self._matcher.compute_ff_bytes()
+        self._check()
+        if not text:
+            return ()
+        return tuple(self._compiled.tokenizer.tokenize_partial(text, list(output[-RECENT_COUNT:]))[0])
 
     def stand(self, output: Sequence[int]) -> None:
         """Brings the matcher to the end of the committed output. Raises GrammarFailed where a token is not legal."""

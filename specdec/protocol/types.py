@@ -66,6 +66,7 @@ class Proposer(enum.IntEnum):
     SUFFIX = 3
     PREDICTION = 4
     HEADS = 5
+    GRAMMAR = 6
 
 
 class TokenKind(enum.IntEnum):

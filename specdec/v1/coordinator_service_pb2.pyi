@@ -17,6 +17,7 @@ class Proposer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PROPOSER_SUFFIX: _ClassVar[Proposer]
     PROPOSER_PREDICTION: _ClassVar[Proposer]
     PROPOSER_HEADS: _ClassVar[Proposer]
+    PROPOSER_GRAMMAR: _ClassVar[Proposer]
 
 class Policy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,6 +44,7 @@ PROPOSER_NGRAM: Proposer
 PROPOSER_SUFFIX: Proposer
 PROPOSER_PREDICTION: Proposer
 PROPOSER_HEADS: Proposer
+PROPOSER_GRAMMAR: Proposer
 POLICY_UNSPECIFIED: Policy
 POLICY_AUTO: Policy
 POLICY_FIXED: Policy
@@ -308,7 +310,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s", "num_model_draft_tokens", "num_model_accepted_tokens", "num_ngram_draft_tokens", "num_ngram_accepted_tokens", "num_suffix_draft_tokens", "num_suffix_accepted_tokens", "num_prediction_draft_tokens", "num_prediction_accepted_tokens", "num_heads_draft_tokens", "num_heads_accepted_tokens", "num_paths", "num_target_changes", "num_draft_changes")
+    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s", "num_model_draft_tokens", "num_model_accepted_tokens", "num_ngram_draft_tokens", "num_ngram_accepted_tokens", "num_suffix_draft_tokens", "num_suffix_accepted_tokens", "num_prediction_draft_tokens", "num_prediction_accepted_tokens", "num_heads_draft_tokens", "num_heads_accepted_tokens", "num_paths", "num_target_changes", "num_draft_changes", "num_grammar_draft_tokens", "num_grammar_accepted_tokens")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +354,8 @@ class Statistics(_message.Message):
     NUM_PATHS_FIELD_NUMBER: _ClassVar[int]
     NUM_TARGET_CHANGES_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_GRAMMAR_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GRAMMAR_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -395,7 +399,9 @@ class Statistics(_message.Message):
     num_paths: int
     num_target_changes: int
     num_draft_changes: int
-    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ..., num_model_draft_tokens: _Optional[int] = ..., num_model_accepted_tokens: _Optional[int] = ..., num_ngram_draft_tokens: _Optional[int] = ..., num_ngram_accepted_tokens: _Optional[int] = ..., num_suffix_draft_tokens: _Optional[int] = ..., num_suffix_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_prediction_accepted_tokens: _Optional[int] = ..., num_heads_draft_tokens: _Optional[int] = ..., num_heads_accepted_tokens: _Optional[int] = ..., num_paths: _Optional[int] = ..., num_target_changes: _Optional[int] = ..., num_draft_changes: _Optional[int] = ...) -> None: ...
+    num_grammar_draft_tokens: int
+    num_grammar_accepted_tokens: int
+    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ..., num_model_draft_tokens: _Optional[int] = ..., num_model_accepted_tokens: _Optional[int] = ..., num_ngram_draft_tokens: _Optional[int] = ..., num_ngram_accepted_tokens: _Optional[int] = ..., num_suffix_draft_tokens: _Optional[int] = ..., num_suffix_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_prediction_accepted_tokens: _Optional[int] = ..., num_heads_draft_tokens: _Optional[int] = ..., num_heads_accepted_tokens: _Optional[int] = ..., num_paths: _Optional[int] = ..., num_target_changes: _Optional[int] = ..., num_draft_changes: _Optional[int] = ..., num_grammar_draft_tokens: _Optional[int] = ..., num_grammar_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class TimeSplit(_message.Message):
     __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
