@@ -22,10 +22,10 @@ class LegalRuns:
     """Cuts runs, which were not drawn, where their tokens are illegal: these would only take rows. It never fails a
     text; where it cannot tell, there are no runs."""
 
-    def __init__(self, matcher: PathMatcher, prompt_length: int) -> None:
+    def __init__(self, matcher: PathMatcher, prompt_length: int, is_of_use: bool) -> None:
         self._matcher = matcher
         self._prompt_length = prompt_length
-        self._is_of_use = True
+        self._is_of_use = is_of_use
 
     def __call__(self, committed: Sequence[int], runs: Sequence[Run]) -> list[Run]:
         """Returns the legal beginnings of the runs, as far as they have one."""
@@ -68,7 +68,7 @@ class Grammars:
         resumed = request.resumed_token_ids
         if resumed:
             await asyncio.to_thread(check_resumed, matcher, resumed[:-1] if has_ended else resumed)
-        return LegalRuns(matcher, prompt_length)
+        return LegalRuns(matcher, prompt_length, not compiled.is_slow)
 
 
 def check_resumed(matcher: PathMatcher, token_ids: Sequence[int]) -> None:
