@@ -14,7 +14,7 @@ from specdec.errors import GrammarFailed, SpecdecError, one_line
 from specdec.grammar.compiler import Compiled
 
 ALL = b"\xff"
-RENEWALS_MAX = 4  # of one text
+RENEWALS_MAX = 8  # of one text
 ILLEGAL = "doesn't satisfy the grammar"  # the library's words for an illegal token; its other errors are its limits
 
 
@@ -97,17 +97,18 @@ class PathMatcher:
     def _row_after(self, output: Sequence[int], path: Sequence[int]) -> bytearray:
         """Returns the legal tokens after a path. Where a limit of the library is exceeded, by what other matchers of
         the grammar or other paths have taken, it is tried once with a new one. Raises GrammarFailed."""
-        while True:
-            first = self._first
-            try:
-                self._walk(output, path)
-                return self._row()
-            except LimitExceeded:
-                if self._renewal_count == RENEWALS_MAX or first is not self._first:
-                    raise
-                self._renewal_count += 1
-                self._compiled.renew(first)
-                self._begin_anew()
+        first = self._first
+        try:
+            self._walk(output, path)
+            return self._row()
+        except LimitExceeded:
+            if self._renewal_count == RENEWALS_MAX:
+                raise
+            self._renewal_count += 1
+            self._compiled.renew(first)
+            self._begin_anew()
+        self._walk(output, path)
+        return self._row()
 
     def _walk(self, output: Sequence[int], path: Sequence[int]) -> None:
         """Brings the matcher to the end of a path below the committed output."""
