@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from specdec.grammar.matcher import PathMatcher, is_legal
 from specdec.grammar.texts import DEPTH_MAX, depth_of
 from specdec.protocol.grammar import Grammar
 from specdec.protocol.limits import CHOICE_COUNT_MAX, GRAMMAR_BYTES_MAX
+from specdec.protocol.request import GenerationRequest, SamplingParams
+from specdec.protocol.types import Description
 
 FILE = EMBEDDED_MODELS / "target" / "tokenizer.json"
 SIZE, ENDS = 4096, (0,)
@@ -153,6 +156,20 @@ def test_legal_texts(
         assert accepts(grammar, text), text
     for text in others:
         assert not accepts(grammar, text), text
+
+
+def test_what_could_not_end_is_refused() -> None:
+    """Claim: a grammar with `ignore_eos`, and with a model without end tokens, is InvalidRequest naming the field.
+    Conclusive: the same request without one of the two is not refused."""
+    ignoring: dict[str, Any] = {"ignore_eos": True, "min_tokens": 1}
+    with pytest.raises(InvalidRequest, match="sampling.ignore_eos"):
+        SamplingParams(grammar=Grammar(regex="a"), **ignoring)
+    SamplingParams(**ignoring)
+    request = GenerationRequest(token_ids=(1,), sampling=SamplingParams(grammar=Grammar(regex="a")))
+    model = Description("digest", "fingerprint", "model", 4096, 64, (0,), "float32", "cpu", "libraries", 1)
+    request.check_model((1,), model)
+    with pytest.raises(InvalidRequest, match="no end token"):
+        request.check_model((1,), replace(model, end_token_ids=()))
 
 
 def test_depth_does_not_count_brackets_in_strings() -> None:

@@ -219,14 +219,6 @@ def test_refusals_name_field_and_reason(services: Services, case: str) -> None:
     assert services.client.generate(PROMPT, max_tokens=5, temperature=0, grammar={"choice": ["a"]}).text == "a"
 
 
-def test_a_model_without_end_tokens_is_refused(table_services: Services) -> None:
-    """Claim: such a model has no text that ends, so a grammar is refused in words."""
-    with pytest.raises(grpc.RpcError) as caught:
-        table_services.client.generate([1, 2], max_tokens=5, grammar={"choice": ["a"]})
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "end token" in caught.value.details()
-
-
 HOSTILE = {
     "bomb": {"regex": "((.{1,100}){1,100}){1,100}"},
     "late bomb": {"lark": 'start: "a" X\nX: /((b{1,100}){1,100}){1,100}c/'},
