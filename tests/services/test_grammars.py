@@ -199,7 +199,7 @@ REFUSED = {
     "too long": ({"grammar": {"regex": "a" * 65537}}, "regex", "65536"),
     "too deep": ({"grammar": {"json_schema": '{"a":' * 65 + "1" + "}" * 65}}, "grammar.json_schema", "64 levels"),
     "nothing": ({"grammar": {}}, "grammar", "one of"),
-    "many choices": ({"grammar": {"choice": ["a"] * 1025}}, "grammar.choice", "1024"),
+    "many choices": ({"grammar": {"choice": ["a"] * 513}}, "grammar.choice", "512"),
     "bad expression": ({"grammar": {"regex": "("}}, "grammar.regex", "unclosed"),
     "ignored ends": ({"grammar": {"choice": ["a"]}, "ignore_eos": True}, "sampling.ignore_eos", "grammar"),
     "resumed elsewhere": ({"grammar": {"choice": ["a"]}, "resume": [2]}, "resume.output_token_ids[0]", "legal"),
