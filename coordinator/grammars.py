@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from specdec.errors import InvalidRequest, one_line
 from specdec.folders import tokenizer_file
@@ -16,54 +17,50 @@ from specdec.protocol.request import GenerationRequest
 from specdec.protocol.types import Description, Proposer
 from specdec.telemetry.logs import get_logger
 
+T = TypeVar("T")
 SLOW_S = 0.01  # of the event loop: texts whose guesses take longer to check get none
 
 
 class LegalRuns:
-    """Cuts runs, which were not drawn, where their tokens are illegal: these would only take rows. It never fails a
-    text; where it cannot tell, there are no runs. `proposer`: by the same matcher."""
+    """Cuts runs, which were not drawn, where their tokens are illegal: these would only take rows. As a proposer
+    (LocalProposer) it guesses the tokens of the only text that may follow; the target alone decides how a text is split
+    into tokens, so another split is rejected, never forced.
 
-    def __init__(self, matcher: PathMatcher, prompt_length: int) -> None:
+    It never fails a text: where it cannot tell, or takes long, there are no runs.
+    """
+
+    def __init__(self, matcher: PathMatcher, prompt_length: int, is_of_use: bool) -> None:
         self._matcher = matcher
         self._prompt_length = prompt_length
-        self._is_of_use = True
-        self.proposer = GrammarProposer(matcher, prompt_length)
+        self._is_of_use = is_of_use
 
     def __call__(self, committed: Sequence[int], runs: Sequence[Run]) -> list[Run]:
         """Returns the legal beginnings of the runs, as far as they have one."""
-        if not (runs and self._is_of_use):
-            return []
-        began_s = time.thread_time()
-        try:
-            output = committed[self._prompt_length :]
-            counts = [self._matcher.legal_count(output, run.token_ids) for run in runs]
-        except BaseException as error:  # a panic of the library is no Exception
-            get_logger().info("no guesses under a grammar", error=one_line(error))
-            self._is_of_use = False
-            return []
-        self._is_of_use = time.thread_time() - began_s < SLOW_S
+        counts = [self._asked(self._matcher.legal_count, committed, run.token_ids) or 0 for run in runs]
         return [
             run._replace(token_ids=run.token_ids[:count], confidences=run.confidences[:count])
             for run, count in zip(runs, counts)
             if count
         ]
 
-
-class GrammarProposer:
-    """Proposes the tokens of the only text that may follow by a grammar. As sure as a guess may be: the target alone
-    decides how the text is split into tokens, so another split is rejected, never forced."""
-
-    def __init__(self, matcher: PathMatcher, prompt_length: int) -> None:
-        self._matcher = matcher
-        self._prompt_length = prompt_length
-
     def propose(self, committed: Sequence[int]) -> list[Run]:
-        """As LocalProposer."""
-        try:
-            found = self._matcher.forced(committed[self._prompt_length :])[:RUN_LENGTH_MAX]
-        except BaseException:  # a panic of the library is no Exception; the target tells what ends the text
-            return []
+        """Returns the tokens of the only text that may follow, as one run; none where several may."""
+        found = (self._asked(self._matcher.forced, committed) or ())[:RUN_LENGTH_MAX]
         return [Run(Proposer.GRAMMAR, found, 0, 0, (CONFIDENCE_MAX,) * len(found))] if found else []
+
+    def _asked(self, ask: Callable[..., T], committed: Sequence[int], *more: Sequence[int]) -> T | None:
+        """What the matcher says of the output; None where it cannot tell."""
+        if not self._is_of_use:
+            return None
+        began_s = time.thread_time()
+        try:
+            found = ask(committed[self._prompt_length :], *more)
+        except BaseException as error:  # a panic of the library is no Exception
+            get_logger().info("no guesses under a grammar", error=one_line(error))
+            self._is_of_use = False
+            return None
+        self._is_of_use = time.thread_time() - began_s < SLOW_S
+        return found
 
 
 class Grammars:
@@ -87,7 +84,7 @@ class Grammars:
         resumed = request.resumed_token_ids
         if resumed:
             await asyncio.to_thread(check_resumed, matcher, resumed[:-1] if has_ended else resumed)
-        return LegalRuns(matcher, prompt_length)
+        return LegalRuns(matcher, prompt_length, not compiled.is_slow)
 
 
 def check_resumed(matcher: PathMatcher, token_ids: Sequence[int]) -> None:

@@ -180,7 +180,7 @@ class Coordinator:
         has_trees, cap = self._settings.draft_siblings_max > 0, choice.policy.draft_length_cap
         local = fleet.local_proposers(choice, request, committed, predicted)
         if legal_runs is not None and Proposer.GRAMMAR in choice.proposers:
-            local.append(legal_runs.proposer)
+            local.append(legal_runs)
         session = Session(
             number,
             params,

@@ -13,7 +13,14 @@ from specdec.protocol.report import Delta
 from specdec.protocol.types import TokenKind
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
-PROPOSERS = {"draft": "model", "ngram": "ngram", "suffix": "suffix", "prediction": "prediction", "heads": "heads", "grammar": "grammar"}
+PROPOSERS = {
+    "draft": "model",
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "prediction": "prediction",
+    "heads": "heads",
+    "grammar": "grammar",
+}
 
 
 @dataclass(slots=True)

@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 KEPT_COUNT_MAX = 64  # compiled grammars: the latest
 WAITING_COUNT_MAX = 32  # of each thread; a further one is refused
 SHORT_BYTES_MAX = 4 << 10
-SLOW_S = 0.005  # a mask, of some 0.1 ms, that takes longer is not made beside a step
+SLOW_MASK_S, SLOW_COMPILATION_S = 0.005, 0.02  # usual are 0.1 ms and 1 ms; slower ones are not for beside a step
 # The library's limits, of one compilation or mask: fuel is 20 ns or 70 ns a unit, a state up to 2 kB, an item 50 ns.
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
@@ -40,15 +39,42 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar compiled for a tokenizer. `first`: a matcher before the first token, which is only copied. `ends`: the
-    tokens that the library takes for ends of a text. `is_slow`: its first mask took longer than SLOW_S."""
+    """A grammar compiled for a `tokenizer`. `ends`: the tokens that the library takes for ends of a text. `is_slow`: to
+    compile it, or to make its first mask, took long.
 
-    first: LLMatcher
-    tokenizer: LLTokenizer
-    ends: tuple[int, ...]
-    is_slow: bool
+    Its matchers share what they learn of the grammar, and a limit that one of them exceeds is exceeded for all: then it
+    is compiled again for those that follow.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, lark: str) -> None:
+        self.tokenizer = tokenizer
+        self._lark = lark
+        self._renewing = threading.Lock()
+        began_s = time.thread_time()
+        self._first = self._made()
+        made_s = time.thread_time()
+        self.has_texts = not self._first.is_error() and (
+            any(self._first.compute_bitmask()) or self._first.is_accepting()
+        )
+        self.error = self._first.get_error()
+        self.ends = tuple(tokenizer.eos_tokens)
+        self.is_slow = made_s - began_s > SLOW_COMPILATION_S or time.thread_time() - made_s > SLOW_MASK_S
+
+    def _made(self) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        return LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(self._lark), log_level=0, limits=limits())
+
+    def matcher(self) -> tuple[LLMatcher, LLMatcher]:
+        """Returns the matcher before the first token, and a copy of it, which the caller may use."""
+        return self._first, self._first.deep_copy()
+
+    def renew(self, first: LLMatcher) -> None:
+        """The matchers of `first` are of no more use: compiles the grammar again, unless it was already."""
+        with self._renewing:
+            if self._first is first:
+                self._first = self._made()
 
 
 class Compiler:
@@ -95,17 +121,12 @@ class Compiler:
         try:
             lark = lark_text(grammar)
             tokenizer = self._loaded(end_token_ids)
-            from llguidance import LLMatcher
-
-            first = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits())
-            began_s = time.thread_time()
-            mask = b"" if first.is_error() else first.compute_bitmask()
-            mask_s = time.thread_time() - began_s
-            if first.is_error():
-                raise InvalidRequest(field, text, f"a grammar that can be followed: {said(first.get_error(), kind)}")
-            if not any(mask) and not first.is_accepting():
+            compiled = Compiled(tokenizer, lark)
+            if compiled.error:
+                raise InvalidRequest(field, text, f"a grammar that can be followed: {said(compiled.error, kind)}")
+            if not compiled.has_texts:
                 raise InvalidRequest(field, text, "a grammar of at least one text, in the model's tokens")
-            return Compiled(first, tokenizer, tuple(tokenizer.eos_tokens), mask_s > SLOW_S)
+            return compiled
         except SpecdecError:
             raise
         except BaseException as error:  # a panic of the library is no Exception

@@ -24,7 +24,7 @@ DELTA_TOKEN_COUNT_MAX = 1024
 STOP_STRING_BYTES_MAX = 256
 PARAMS_STOP_TOKEN_COUNT_MAX = 128
 LOGPROBS_MAX = 20
-GRAMMAR_BYTES_MAX, CHOICE_COUNT_MAX = 64 << 10, 1024
+GRAMMAR_BYTES_MAX, CHOICE_COUNT_MAX = 64 << 10, 512
 REPLICA_COUNT_MAX = 1024
 LABEL_LENGTH_MAX = PROMPT_CACHE_KEY_LENGTH_MAX = CACHE_SALT_LENGTH_MAX = 128
 INSTANCE_LENGTH_MAX = 64
@@ -97,7 +97,12 @@ _NAMED = (
         low=1,
         is_bytes=True,
     ),
-    Limit("CHOICE_COUNT_MAX", CHOICE_COUNT_MAX, "more are a grammar of their own", low=1),
+    Limit(
+        "CHOICE_COUNT_MAX",
+        CHOICE_COUNT_MAX,
+        "beside 1024 biases a request may have as many fields; more texts are a regular expression",
+        low=1,
+    ),
     Limit("log-probability", 0, "a logarithm of a probability", low=-math.inf),
     Limit("REPLICA_COUNT_MAX", REPLICA_COUNT_MAX, "of a pool: each has a connection with pings"),
     Limit("LABEL_LENGTH_MAX", LABEL_LENGTH_MAX, "every log line contains it"),

@@ -48,7 +48,10 @@ LABELLED_SUMS = {
     **{
         (f"specdec_proposed_{counted}_total", "proposer", name): f"num_{field}_{said}_tokens"
         for counted, said in (("tokens", "draft"), ("accepted_tokens", "accepted"))
-        for name, field in (("draft", "model"), *((own, own) for own in ("ngram", "suffix", "prediction", "heads", "grammar")))
+        for name, field in (
+            ("draft", "model"),
+            *((own, own) for own in ("ngram", "suffix", "prediction", "heads", "grammar")),
+        )
     },
 }
 TIMES = ("draft_wait", "target_queue", "target_forward", "target_sampling", "target_link")
