@@ -28,15 +28,6 @@ KEPT_COUNT_MAX = 64  # compiled grammars: the latest
 WAITING_COUNT_MAX = 32  # of each thread; a further one is refused
 SHORT_BYTES_MAX = 4 << 10
 SLOW_MASK_S, SLOW_COMPILATION_S = 0.005, 0.02  # usual are 0.1 ms and 1 ms; slower ones are not for beside a step
-# The library's limits, of one compilation or mask: fuel is 20 ns or 70 ns a unit, a state up to 2 kB, an item 50 ns.
-LIMITS = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 500_000,
-}
 
 
 class Compiled:
@@ -147,10 +138,19 @@ class Compiler:
 
 
 def limits() -> LLParserLimits:
-    """Returns LIMITS, of one compilation or mask."""
+    """Returns the library's limits of one compilation or mask: fuel is 20 ns or 70 ns a unit, an item 50 ns, a state up
+    to 2 kB."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False, **LIMITS)  # type: ignore[arg-type]
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_items_in_row=2_000,
+        max_lexer_states=50_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
 
 
 def said(message: str, kind: str) -> str:
