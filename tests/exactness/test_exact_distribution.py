@@ -59,6 +59,13 @@ POLICIES = {
     "top_p": {"top_p": 0.7},
     "min_tokens": {"min_tokens": 2, "stop_token_ids": (1,)},
     "top_k, penalties and min_tokens": {"top_k": 2, "frequency_penalty": 1.0, "min_tokens": 1, "stop_token_ids": (2,)},
+    "bad_words": {"bad_words": ((1, 2), (2, 2, 0), (0, 1))},
+    "allowed_token_ids, bad_words and min_tokens": {
+        "allowed_token_ids": (0, 2),
+        "bad_words": ((2, 0), (0, 0, 2)),
+        "min_tokens": 1,
+        "stop_token_ids": (0,),
+    },
 }
 
 
