@@ -89,6 +89,8 @@ class GenerationRequest:
         if self.withheld_proposers.intersection(self.speculative.proposers):
             limit = "absent or false with proposer SUFFIX, or a cache_salt with it: guesses are texts of the same salt"
             raise InvalidRequest("speculative.report_rounds", True, limit)
+        if self.resumed_token_ids and self.sampling.n > 1:
+            raise InvalidRequest("sampling.n", self.sampling.n, "1 with resume: each choice is resumed by itself")
         self.rule()
 
     @property
