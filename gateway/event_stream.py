@@ -11,11 +11,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from specdec.client.merging import merged
 from specdec.gateway.answers import Answer, Choice, Part
 from specdec.gateway.errors import HttpError, error_from
 from specdec.gateway.gate import CLIENT_GONE, Watched
 from specdec.gateway.stream import Response as GrpcResponse
-from specdec.gateway.stream import merged
 from specdec.telemetry.logs import get_logger
 
 PING_S = 10.0  # silence after which a comment is sent: proxies cut at 50 to 60 s, some clients at 20
