@@ -94,12 +94,14 @@ def chunk(data: bytes) -> dict[str, Any]:
 
 
 async def start_all(streams: Sequence[AsyncGenerator[GrpcResponse, None]], choices: Sequence[Choice]) -> None:
-    """Waits for the start of all texts. Raises the first error, and has closed all streams then."""
+    """Waits for the start of all streams, which is that of their first choices. Raises the first error, and has closed
+    all streams then."""
+    count = len(choices) // len(streams)
 
     async def start(stream: AsyncGenerator[GrpcResponse, None], choice: Choice) -> None:
         choice.started = (await anext(stream)).started
 
-    tasks = [asyncio.create_task(start(stream, choice)) for stream, choice in zip(streams, choices)]
+    tasks = [asyncio.create_task(start(stream, choice)) for stream, choice in zip(streams, choices[::count])]
     try:
         await asyncio.gather(*tasks)
     except BaseException:
@@ -113,11 +115,11 @@ async def start_all(streams: Sequence[AsyncGenerator[GrpcResponse, None]], choic
 async def parts_of(
     streams: list[AsyncGenerator[GrpcResponse, None]], choices: list[Choice]
 ) -> AsyncGenerator[tuple[Choice, Part], None]:
-    """Yields the parts of all texts until each has ended."""
-    left = len(choices)
+    """Yields the parts of all texts until each has ended; a stream has as many choices as any other."""
+    left, count = len(choices), len(choices) // len(streams)
     async with aclosing(merged(streams)) as responses:
         async for index, response in responses:
-            choice = choices[index]
+            choice = choices[index * count + response.choice]
             if choice.has_ended or not (response.HasField("delta") or response.HasField("finished")):
                 continue
             part = choice.take(response.delta) if response.HasField("delta") else choice.end(response.finished)

@@ -14,7 +14,7 @@ from specdec.protocol.fields import MEANINGS
 from specdec.protocol.limits import UINT32_MAX, UINT64_MAX
 from specdec.settings import CONNECTION, ProposerNames, setting
 
-WITHOUT_FLAG = ("n", "report_rounds", "report_statistics")  # --rounds reports them
+WITHOUT_FLAG = ("report_rounds", "report_statistics")  # --rounds reports them
 FLAG_NAMES = {"enabled": "speculative"}  # others have the name of their field
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import grpc
 import pytest
 
+from specdec.cli.options import flag_of
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.services.test_bad_input import details
 from tests.support.services import SHAPES, Client, Outcome, Services
@@ -127,3 +131,23 @@ def test_n_is_of_a_new_text(table_services: Services) -> None:
     request = table_services.client.request([1], n=1, max_tokens=3)
     assert {response.choice for response in table_services.client.stub.Generate(request)} == {0}
     assert pb.GenerateResponse().choice == 0
+
+
+def test_the_command_prints_choices_one_after_another(shipped_pair: Services) -> None:
+    """Claim: `specdec generate --n 3` prints the choices in order, each below a heading with its seed, and the texts
+    are those of the messages; with --json each message tells its choice.
+
+    Conclusive: the printed text is built again from what gRPC gives for the same request.
+    """
+    asked = {"n": 3, "max_tokens": 16, "seed": 11}
+    found = choices_of(shipped_pair.client, "Once upon", **asked)
+    flags = ["Once upon", *(part for name, value in asked.items() for part in (flag_of(name), str(value)))]
+    command = [sys.executable, "-m", "specdec.cli", "generate", *flags, "--address", shipped_pair.client.address]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parts = [f"--- choice {index}, seed {11 + index} ---\n{own.text}\n" for index, own in enumerate(found)]
+    assert printed == "\n".join(parts)
+    lines = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout.splitlines()
+    texts = ["", "", ""]
+    for message in map(json.loads, lines):
+        texts[message.get("choice", 0)] += message.get("delta", {}).get("text", "")
+    assert texts == [own.text for own in found]
