@@ -75,7 +75,7 @@ VOCABULARY = "the set of tokens is not restricted; use `logit_bias`"
 TABLE = (
     _honoured("model", "the served name; another is 404"),
     _honoured("messages", "the prompt, by the model's chat template; `prompt.token_ids`", (CHAT,)),
-    _honoured("prompt", "text or token ids, or at most 64 of them: a choice each", (COMPLETIONS,)),
+    _honoured("prompt", "text or token ids, or at most 64 of them: `n` choices each", (COMPLETIONS,)),
     _honoured("max_completion_tokens", "`sampling.max_tokens`; chat without: what fits; completions: 16"),
     _honoured("max_tokens", "older name of `max_completion_tokens`; both must be equal"),
     *(_honoured(name, f"`sampling.{name}`") for name in SAME_FORM),

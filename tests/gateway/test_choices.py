@@ -10,7 +10,7 @@ import pytest
 
 from specdec.engine.table_model import write_table_model
 from tests.support.gateways import Streaming, Text, ask, events_of, gateway, metric, streamed_texts, whole_text
-from tests.support.services import Services, running
+from tests.support.services import running
 from tests.support.waiting import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -83,8 +83,8 @@ def test_other_counts_are_refused(address: str, more: dict[str, Any], param: str
 
 
 def test_choices_outlive_their_coordinator(tmp_path: Path) -> None:
-    """Claim: when the coordinator of a stream of three choices is killed, and a second one is listed, each choice goes on
-    there: text, ids and log-probabilities of each are those of the undisturbed answer.
+    """Claim: when the coordinator of a stream of three choices is killed, and a second one is listed, each choice goes
+    on there: text, ids and log-probabilities of each are those of the undisturbed answer.
 
     Conclusive: SIGKILL while tokens of all three come; the gateway counts the resumptions.
     """

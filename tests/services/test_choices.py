@@ -5,30 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import torch
 
-from specdec.cli.options import flag_of
+from specdec.config import split_address
+from specdec.engine.table_model import write_table_model
+from specdec.launch.children import start
+from specdec.settings import flag_of
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.services.test_bad_input import details
-from tests.support.services import SHAPES, Client, Outcome, Services
+from tests.support.services import SHAPES, Client, Outcome, Services, running
 from tests.support.waiting import until
 
 SEED = 2**64 - 2  # the third choice has seed 0
-
-
-def choices_of(client: Client, prompt: Any, **asked: Any) -> list[Outcome]:
-    """Runs a request to its end and returns what came of each choice; fails if one has an event before all started."""
-    outcomes = [Outcome() for _ in range(asked["n"])]
-    started = 0
-    for response in client.stub.Generate(client.request(prompt, **asked), timeout=120):
-        started += response.HasField("started")
-        assert response.HasField("started") or started == len(outcomes)
-        assert outcomes[response.choice].finished is None
-        client.take(outcomes[response.choice], response)
-    return outcomes
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -51,7 +44,7 @@ def test_a_choice_is_the_single_request(shipped_pair: Services, case: str) -> No
     Conclusive: every value is compared exactly with that of the singles, on the real pair.
     """
     asked, client, prompt = {"max_tokens": 24, **CASES[case]}, shipped_pair.client, "def main():\n    "
-    found = choices_of(client, prompt, n=4, **asked)
+    found = client.choices(prompt, n=4, **asked)
     singles = []
     for index, own in enumerate(found):
         seed = {"seed": (SEED + index) & (2**64 - 1)} if "seed" in asked else {}
@@ -67,7 +60,7 @@ def test_a_drawn_seed_is_told_for_each_choice(shipped_pair: Services) -> None:
     """Claim: without a seed the server draws one, and choice i has it + i: the single request with the seed that its
     start tells is the choice; two requests have other seeds."""
     asked = {"max_tokens": 12, "speculative": {"rule": "RULE_COUPLED"}}
-    first, again = (choices_of(shipped_pair.client, [5, 6, 7], n=3, **asked) for _ in range(2))
+    first, again = (shipped_pair.client.choices([5, 6, 7], n=3, **asked) for _ in range(2))
     assert first[0].started.seed != again[0].started.seed
     for index, own in enumerate(first):
         assert own.started.seed == (first[0].started.seed + index) & (2**64 - 1)
@@ -83,7 +76,7 @@ def test_the_prompt_is_computed_once(shipped_pair: Services, count: int) -> None
     """
     block = shipped_pair.client.described().target.cache.block_size
     prompt = [(7 * index * index + count) % 4000 for index in range(1000)]
-    found = choices_of(shipped_pair.client, prompt, n=count, max_tokens=4, temperature=0)
+    found = shipped_pair.client.choices(prompt, n=count, max_tokens=4, temperature=0)
     cached = [own.finished.statistics.cached_prompt_tokens for own in found]
     assert cached[0] == 0 and sum(len(prompt) - own for own in cached) <= len(prompt) + (count - 1) * block
     assert {own.finished.usage.prompt_tokens for own in found} == {1000}
@@ -101,7 +94,7 @@ def test_places_are_taken_together(table_services: Services) -> None:
         assert next(held).HasField("started")
         for _ in range(2):
             with pytest.raises(grpc.RpcError) as caught:
-                choices_of(client, [1, 2], n=4, max_tokens=2)
+                client.choices([1, 2], n=4, max_tokens=2)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert any(own.type_url.endswith("RetryInfo") for own in details(caught.value).details)
         three = client.stub.Generate(client.request([1, 2], n=3, max_tokens=400, ignore_eos=True))
@@ -114,7 +107,7 @@ def test_places_are_taken_together(table_services: Services) -> None:
 
         def all_are_free() -> bool:
             try:
-                return len(choices_of(client, [1, 2], n=4, max_tokens=2)) == 4
+                return len(client.choices([1, 2], n=4, max_tokens=2)) == 4
             except grpc.RpcError:
                 return False
 
@@ -140,7 +133,7 @@ def test_the_command_prints_choices_one_after_another(shipped_pair: Services) ->
     Conclusive: the printed text is built again from what gRPC gives for the same request.
     """
     asked = {"n": 3, "max_tokens": 16, "seed": 11}
-    found = choices_of(shipped_pair.client, "Once upon", **asked)
+    found = shipped_pair.client.choices("Once upon", **asked)
     flags = ["Once upon", *(part for name, value in asked.items() for part in (flag_of(name), str(value)))]
     command = [sys.executable, "-m", "specdec.cli", "generate", *flags, "--address", shipped_pair.client.address]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -151,3 +144,80 @@ def test_the_command_prints_choices_one_after_another(shipped_pair: Services) ->
     for message in map(json.loads, lines):
         texts[message.get("choice", 0)] += message.get("delta", {}).get("text", "")
     assert texts == [own.text for own in found]
+
+
+def test_a_choice_that_fails_ends_no_other(tmp_path: Path) -> None:
+    """Claim: a choice that fails does not end the others: each of them is its single request, and then the stream ends
+    with the error of the failed one.
+
+    Conclusive: the model's logits after a rare token are no numbers, so a choice fails where it draws that one; the
+    singles tell which fail and what the others are.
+    """
+    size, rare, count = 7, 6, 16
+    logits = torch.zeros(size + 1, size + 1, size)
+    logits[..., rare] = -4.0
+    logits[..., rare, :] = float("nan")
+    write_table_model(tmp_path / "model", size, logits=logits)
+    asked = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+    with running(tmp_path / "model", None, threads=1) as services:
+        client = services.client
+        singles: list[Outcome | None] = []
+        for index in range(count):
+            try:
+                singles.append(client.generate([1, 2], seed=index, **asked))
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.INTERNAL
+                singles.append(None)
+        assert 2 <= singles.count(None) <= count - 2
+        found = [Outcome() for _ in range(count)]
+        with pytest.raises(grpc.RpcError, match="not-a-number") as caught:
+            for response in client.stub.Generate(client.request([1, 2], n=count, seed=0, **asked)):
+                client.take(found[response.choice], response)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        for own, single in zip(found, singles):
+            assert (own.finished is None) == (single is None)
+            if single is not None:
+                assert own.comparable == single.comparable
+        assert client.generate([1, 2], seed=0, max_tokens=1).token_ids
+
+
+def test_choices_outlive_their_coordinator(tmp_path: Path) -> None:
+    """Claim: when the coordinator of three choices is killed and started again on its port, `specdec generate` resumes
+    each by itself: one start, every token once and one end of each, and it is, byte for byte, its single request.
+
+    Conclusive: the coordinator is ended by SIGKILL while tokens of all three come; the singles are made by the other
+    one, without speculation.
+    """
+    tokens = 900
+    write_table_model(tmp_path / "model", 7, tokens + 100)
+    with running(tmp_path / "model", None, threads=1) as services:
+        killed = services.coordinator
+        command = [sys.executable, "-m", "specdec.cli", "generate", "<1><2>", "--json", "--address", killed.address]
+        command += ["--max-tokens", str(tokens), "--ignore-eos", "--n", "3"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as own:
+            assert own.stdout
+            read = [own.stdout.readline() for _ in range(60)]
+            killed.process.kill()
+            killed.stop(0.0)
+            settings = services.settings.model_copy(update={"port": split_address(killed.address)[1]})
+            with start("coordinator", settings) as again:
+                messages: list[list[dict[str, Any]]] = [[], [], []]
+                for line in (*read, *own.stdout):
+                    message = json.loads(line)
+                    messages[message.pop("choice", 0)].append(message)
+                own.wait()
+                client = Client(again.wait_ready())
+                for choice in messages:
+                    sampling = {"ignore_eos": True, "max_tokens": tokens, "seed": int(choice[0]["started"]["seed"])}
+                    whole = client.generate("<1><2>", speculative={"enabled": False}, **sampling)
+                    deltas = [message["delta"] for message in choice[1:-1]]
+                    assert [token for delta in deltas for token in delta["token_ids"]] == whole.token_ids
+                    assert "".join(delta.get("text", "") for delta in deltas) == whole.text
+                    assert choice[-1]["finished"]["usage"]["output_tokens"] == tokens
+                    assert choice[-1]["finished"]["statistics"]["rounds"] >= tokens
+                client.close()
+    assert own.returncode == 0
+    seeds = [int(choice[0]["started"]["seed"]) for choice in messages]
+    assert seeds == [(seeds[0] + index) % 2**64 for index in range(3)]
+    assert sum(bool("started" in message) for choice in messages for message in choice) == 3
+    assert any(json.loads(line).get("choice") == 2 and "delta" in json.loads(line) for line in read)
