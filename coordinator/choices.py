@@ -42,11 +42,12 @@ class Choices:
         running = dict(enumerate(self.generations))
         failed: SpecdecError | None = None
         while running:
-            await first.reader.wait(running.values())
+            is_idle = True
             for choice, generation in list(running.items()):
                 event = generation.take_event()
                 if event is None:
                     continue
+                is_idle = False
                 if others and choice == 0 and not isinstance(event, Started):
                     if isinstance(event, SpecdecError):
                         raise event
@@ -59,6 +60,8 @@ class Choices:
                     failed = failed or event
                 else:
                     yield choice, event
+            if is_idle:
+                await first.reader.wait()
         if failed is not None:
             raise failed
 

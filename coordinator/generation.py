@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specdec.coordinator.fleet import Choice, Fleet
@@ -34,16 +34,15 @@ UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a s
 
 
 class Reader:
-    """Who reads the events of a generation, or of the choices of one request: it waits until one has some."""
+    """Who reads the events of a generation, or of the choices of one request. Has one caller."""
 
     def __init__(self) -> None:
         self._waiting: asyncio.Future[None] | None = None
 
-    async def wait(self, generations: Iterable[Generation]) -> None:
-        """Returns when one of them has an event. Has one caller."""
-        while not any(generation.has_event for generation in generations):
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+    async def wait(self) -> None:
+        """Returns at the next event of one of them."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting
 
     def wake(self) -> None:
         """One of them has an event."""
@@ -110,11 +109,6 @@ class Generation(Placement):
     def _output_count(self) -> int:
         return self._output.count
 
-    @property
-    def has_event(self) -> bool:
-        """Whether an event waits for its reader."""
-        return bool(self._undelivered)
-
     def take_event(self) -> Event | SpecdecError | None:
         """Returns started, then deltas, then finished, each once, or the error that ended the generation; None while
         there is nothing new."""
@@ -122,7 +116,8 @@ class Generation(Placement):
 
     async def next_event(self) -> Event:
         """Returns the next of `take_event`. Raises the error that ended the generation."""
-        await self.reader.wait((self,))
+        while not self._undelivered:
+            await self.reader.wait()
         event = self._undelivered.popleft()
         if isinstance(event, SpecdecError):
             raise event

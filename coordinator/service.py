@@ -30,7 +30,7 @@ from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, S
 from specdec.process_watch import ProcessWatch
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.limits import UINT64_MAX
-from specdec.protocol.report import Delta, Event, Finished, Started
+from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
 from specdec.protocol.tree_shape import path_count_max
@@ -115,12 +115,21 @@ class Coordinator:
             prompted = await asyncio.to_thread(self._read, message, model)
             requests = request.choices(count)
             choices, model = self._admit(prompted, model, requests)
-            async with aclosing(self._run(choices)) as events:
-                async for choice, event in events:
-                    yield event_to_message(event, model, choice)
-                    if isinstance(event, Finished) and taken_count > 1:  # the last place is free when all is delivered
-                        taken_count -= 1
-                        self._free_count += 1
+            deltas: list[list[Delta]] = [[] for _ in requests]
+            self._generations.update(choices.generations)
+            try:
+                choices.begin()
+                async with aclosing(choices.events()) as events:
+                    async for choice, event in events:
+                        if self.recorder is not None and isinstance(event, Delta):
+                            deltas[choice].append(event)
+                        for part in event.parts() if isinstance(event, Delta) else (event,):
+                            yield event_to_message(part, model, choice)
+                        if isinstance(event, Finished) and taken_count > 1:  # the last place, when all is delivered
+                            taken_count -= 1
+                            self._free_count += 1
+            finally:
+                self._end(choices, deltas)
         except Exception as error:
             known = error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__)
             for own in requests:
@@ -146,27 +155,13 @@ class Coordinator:
             raise CacheExhausted(f"{which} for generations are taken")
         self._free_count -= count
 
-    async def _run(self, choices: Choices) -> AsyncGenerator[tuple[int, Event], None]:
-        """Begins the generations, and yields their events, in parts that fit messages. Ends them when it is closed."""
-        deltas: list[list[Delta]] = [[] for _ in choices.generations]
-        self._generations.update(choices.generations)
-        try:
-            choices.begin()
-            async with aclosing(choices.events()) as events:
-                async for choice, event in events:
-                    if not isinstance(event, Delta):
-                        yield choice, event
-                        continue
-                    if self.recorder is not None:
-                        deltas[choice].append(event)
-                    for part in event.parts():
-                        yield choice, part
-        finally:
-            self._generations.difference_update(choices.generations)
-            choices.close()
-            if self.recorder is not None:
-                for generation, own in zip(choices.generations, deltas):
-                    generation.record(self.recorder, own)
+    def _end(self, choices: Choices, deltas: list[list[Delta]]) -> None:
+        """Ends the generations of a request, and records what came of them."""
+        self._generations.difference_update(choices.generations)
+        choices.close()
+        if self.recorder is not None:
+            for generation, own in zip(choices.generations, deltas):
+                generation.record(self.recorder, own)
 
     def give_up(self) -> None:
         """Ends every generation because the service stops; the error of each contains how to resume it."""

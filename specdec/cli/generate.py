@@ -122,7 +122,7 @@ class Printer:
     def _show(self, event: Event) -> None:
         if isinstance(event, Started) and self._count > 1:
             above = "\n" if self._current else ""
-            print(f"{above}--- choice {self._current}, seed {event.seed} ---", flush=True)
+            print_text(f"{above}--- choice {self._current}, seed {event.seed} ---")
         show(event, self._is_colored)
         if self._has_rounds and isinstance(event, Delta):
             self._rounds[self._current].append(event)
