@@ -66,7 +66,7 @@ async def _stream(settings: GenerateSettings, request: Request) -> None:
     is_colored = settings.color == "always" or (
         settings.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     )
-    printer = Printer(1 if settings.n is None else settings.n, is_colored, settings.rounds)
+    printer = Printer(max(1, request.sampling.n), is_colored, settings.rounds)
     async with Client(settings.address, settings, settings.resume_s) as client:
         responses = client.messages(request, settings.timeout_s)
         try:

@@ -34,13 +34,13 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
     try:
         open_count = len(streams)
         while open_count:
-            index, item, error = await queue.get()
+            index, received, error = await queue.get()
             if error is not None:
                 raise error
-            if item is None:
+            if received is None:
                 open_count -= 1
             else:
-                yield index, item
+                yield index, received
     finally:
         for task in tasks:
             task.cancel()
