@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, cast
 
 from specdec.config import CoordinatorSettings
@@ -189,6 +189,11 @@ class Fleet:
         policy = self._policy(request, rule, proposers, target, draft)
         draft = draft if policy.draft_length_cap else None
         return Choice(target, target.usable(), draft, rule, reason, policy, proposers, key)
+
+    def again(self, choice: Choice, request: GenerationRequest) -> Choice:
+        """Returns the same choice for a further text of the request; it has a policy of its own."""
+        policy = self._policy(request, choice.rule, choice.proposers, choice.target, choice.draft)
+        return replace(choice, policy=policy)
 
     def next_target(
         self,

@@ -70,21 +70,23 @@ class Grammars:
         self._compiler = Compiler(lambda: tokenizer_file(tokenizer))
 
     async def admit(
-        self, request: GenerationRequest, prompt_length: int, target: Description, has_ended: bool
-    ) -> LegalRuns | None:
-        """Returns what cuts the guesses of a request; None without a grammar. `has_ended`: the resumed tokens reach the
-        end of the text. Raises InvalidRequest for a grammar that cannot be followed, or resumed tokens that do not
-        follow it, and CacheExhausted while too many grammars wait to be compiled."""
+        self, request: GenerationRequest, prompt: Sequence[int], target: Description, has_ended: bool
+    ) -> list[LegalRuns | None]:
+        """Returns what cuts the guesses of each choice of a request; None without a grammar. `has_ended`: the resumed
+        tokens reach the end of the text. Raises InvalidRequest for a grammar that cannot be followed, or resumed tokens
+        that do not follow it, and CacheExhausted while too many grammars wait to be compiled."""
         grammar = request.sampling.grammar
         if grammar is None:
-            return None
+            return [None] * request.sampling.n
         waiting = asyncio.wrap_future(self._compiler.compile(grammar, target.end_token_ids))
         compiled = await asyncio.shield(waiting)  # another request may wait for it too
-        matcher = PathMatcher(compiled, target.end_token_ids, target.vocabulary_size)
+        matchers = [
+            PathMatcher(compiled, target.end_token_ids, target.vocabulary_size) for _ in range(request.sampling.n)
+        ]
         resumed = request.resumed_token_ids
         if resumed:
-            await asyncio.to_thread(check_resumed, matcher, resumed[:-1] if has_ended else resumed)
-        return LegalRuns(matcher, prompt_length, not compiled.is_slow)
+            await asyncio.to_thread(check_resumed, matchers[0], resumed[:-1] if has_ended else resumed)
+        return [LegalRuns(matcher, len(prompt), not compiled.is_slow) for matcher in matchers]
 
 
 def check_resumed(matcher: PathMatcher, token_ids: Sequence[int]) -> None:

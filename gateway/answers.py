@@ -175,7 +175,7 @@ class Answer:
         prompt_ids: list[list[int]],
         draft_length_max: int,
     ) -> None:
-        """`prompt_ids`: of each choice, if the body asks for them; `draft_length_max`: of this server."""
+        """`prompt_ids`: of each prompt, if the body asks for them; `draft_length_max`: of this server."""
         self._body, self.choices, self._prompt_ids = body, choices, prompt_ids
         self._is_chat = isinstance(body, ChatRequest)
         self._draft_length_max = draft_length_max
@@ -213,7 +213,7 @@ class Answer:
         if part.token_ids:
             more["token_ids"] = part.token_ids
             if not self._is_chat and choice.output_count == len(part.token_ids):
-                more["prompt_token_ids"] = self._prompt_ids[choice.index]
+                more["prompt_token_ids"] = self._prompt_ids[choice.index // self._body.n]
         beside = part.speculative if part.reason is None else None
         texts: list[dict[str, Any]]
         if self._is_chat:
@@ -292,7 +292,7 @@ class Answer:
         if self._body.return_token_ids:
             own["token_ids"] = [token_id for part in parts for token_id in part.token_ids]
             if not self._is_chat:
-                own["prompt_token_ids"] = self._prompt_ids[choice.index]
+                own["prompt_token_ids"] = self._prompt_ids[choice.index // self._body.n]
         return own
 
     def _usage(self) -> dict[str, Any]:
@@ -305,7 +305,8 @@ class Answer:
     def _ending(self) -> dict[str, Any]:
         """Returns usage, and the metrics of a single text."""
         finished = [own.finished for own in self.choices if own.finished is not None]
-        cached_count = sum(own.statistics.cached_prompt_tokens for own in finished)
+        firsts = [own.finished for own in self.choices[:: self._body.n] if own.finished is not None]  # read the prompt
+        cached_count = sum(own.statistics.cached_prompt_tokens for own in firsts)
         usage = self._usage() | {"prompt_tokens_details": {"cached_tokens": cached_count}}
         if self._body.prediction is not None:
             accepted = sum(own.statistics.num_prediction_accepted_tokens for own in finished)

@@ -72,6 +72,7 @@ def sampling_fields(body: Generation, prompts: Prompts, defaults: Mapping[str, A
     stop_ids = [*(body.stop_token_ids or ()), *(token_id for token_id in special if token_id is not None)]
     return fields | {
         "seed": None if body.seed is None else body.seed & SEED_MASK,
+        "n": body.n if body.n > 1 else None,
         "stop": body.stops,
         "stop_token_ids": list(dict.fromkeys(stop_ids)),
         "bad_words": body.bad_words or (),

@@ -31,6 +31,8 @@ from specdec.protocol.fields import (
     BAD_WORDS_COUNT_MAX,
     LOGIT_BIAS_COUNT_MAX,
     MEANINGS,
+    N_MAX,
+    N_MIN,
     STOP_COUNT_MAX,
     STOP_TOKEN_IDS_COUNT_MAX,
 )
@@ -220,6 +222,7 @@ class Generation(SamplingParams):
         Annotated[dict[str, float], Field(max_length=LOGIT_BIAS_COUNT_MAX), AfterValidator(_check_biases)] | None
     ) = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    n: Annotated[int, Field(ge=N_MIN, le=N_MAX)] = Field(1, description=MEANINGS["SamplingParams.n"])
     stop: Text | Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKEN_IDS_COUNT_MAX, fail_fast=True)] | None = Field(
         None, description=MEANINGS["SamplingParams.stop_token_ids"]
@@ -363,6 +366,14 @@ class CompletionRequest(Generation):
     endpoint = COMPLETIONS
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    best_of: Annotated[int, Field(ge=N_MIN, le=N_MAX)] | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            facts = {"param": "best_of", "n": self.n}
+            raise PydanticCustomError("invalid_value", "{param} must be n, {n}: all texts are returned", facts)
+        return self
 
 
 class TokenizeRequest(Strict):

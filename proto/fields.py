@@ -86,7 +86,7 @@ class WireField:
 
     def constants(self) -> Iterator[str]:
         """Its range, and those of its parts, where they are this field's alone."""
-        if self.has_range and self.option.low not in (0, self.option.high):
+        if self.has_range and self.option.low:
             yield f"{self.constant}_MIN = {self.number(self.option.low)}"
         if self.has_range:
             yield f"{self.constant}_MAX = {self.number(self.option.high)}  # {self.option.reason}"
@@ -98,8 +98,6 @@ class WireField:
         high = f"{self.constant}_MAX" if self.has_range else f"limits.{self.option.limit}"
         if self.is_repeated:
             return f'limits.check_count("{path}", {value}, {high}, "{UNITS.get(self.kind, "entries")}")'
-        if self.has_range and self.option.low == self.option.high:
-            return f'limits.check_only("{path}", {value}, {high}, "{self.option.reason}")'
         low = f"{self.constant}_MIN" if self.has_range and self.option.low else f"{self.option.low:g}"
         flags = "".join(f", {name}=True" for name in ("is_above_low", "is_zero_allowed") if getattr(self.option, name))
         kind = "number" if self.kind == "float" else "integer"

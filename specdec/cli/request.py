@@ -14,7 +14,7 @@ from specdec.protocol.fields import MEANINGS
 from specdec.protocol.limits import UINT32_MAX, UINT64_MAX
 from specdec.settings import CONNECTION, ProposerNames, flag_of, setting
 
-WITHOUT_FLAG = ("n", "report_rounds", "report_statistics", "grammar")  # --rounds reports them; each kind has its own
+WITHOUT_FLAG = ("report_rounds", "report_statistics", "grammar")  # --rounds reports them; each kind has its own
 GRAMMAR_FLAGS = ("json_schema", "json_object", "regex", "choice", "lark", "allow_whitespace")
 FLAG_NAMES = {"enabled": "speculative"}  # others have the name of their field
 

@@ -207,12 +207,6 @@ def check_number(
         raise InvalidRequest(field, value, f"above {low:g} and at most {high:g}")
 
 
-def check_only(field: str, value: object, only: int, reason: str) -> None:
-    """Raises InvalidRequest unless `value` is the only one that the field may have."""
-    if value != only:
-        raise InvalidRequest(field, value, f"{only}: {reason}")
-
-
 def check_count(field: str, entries: Sized, high: int, unit: str) -> None:
     """Raises InvalidRequest for more than `high` entries; `unit` is what they are, in the plural."""
     if len(entries) > high:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.fields import CommonSamplingParams, SamplingFields, SpeculativeFields
@@ -91,6 +92,8 @@ class GenerationRequest:
         if self.withheld_proposers.intersection(self.speculative.proposers):
             limit = "absent or false with proposer SUFFIX, or a cache_salt with it: guesses are texts of the same salt"
             raise InvalidRequest("speculative.report_rounds", True, limit)
+        if self.resumed_token_ids and self.sampling.n > 1:
+            raise InvalidRequest("sampling.n", self.sampling.n, "1 with resume: each choice is resumed by itself")
         self.rule()
 
     @property
@@ -168,5 +171,6 @@ class GenerationRequest:
         common["logit_bias"] = tuple(sorted(sampling.logit_bias))
         common["allowed_token_ids"] = tuple(sorted(set(sampling.allowed_token_ids)))
         ends = () if sampling.grammar is None else tuple(sorted(end_token_ids))
-        tokens = {"stop_token_ids": self.stop_token_ids(end_token_ids), "end_token_ids": ends, "bad_words": bad_words}
+        stops = self.stop_token_ids(end_token_ids)
+        tokens: dict[str, Any] = {"stop_token_ids": stops, "end_token_ids": ends, "bad_words": bad_words}
         return ResolvedSamplingParams(rule, seed, prompt_length, **tokens, **common)

@@ -190,16 +190,18 @@ class Resume(_message.Message):
     def __init__(self, output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "delta", "finished", "moved")
+    __slots__ = ("started", "delta", "finished", "moved", "choice")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: Delta
     finished: Finished
     moved: Moved
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
+    choice: int
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "seed", "rule", "model_digest", "numerics", "prompt_length", "max_tokens", "rule_reason")
