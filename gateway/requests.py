@@ -259,7 +259,11 @@ class Generation(SamplingParams):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid_value", "stream_options needs stream: true")
         if self.answer_schema is not None and self.structured_outputs is not None:
-            raise PydanticCustomError("invalid_value", "response_format and structured_outputs exclude each other")
+            raise PydanticCustomError(
+                "invalid_value",
+                "response_format and structured_outputs exclude each other",
+                {"param": "structured_outputs"},
+            )
         return self
 
     @property
@@ -325,11 +329,17 @@ class ChatRequest(Generation):
             raise PydanticCustomError("invalid_value", "continue_final_message excludes add_generation_prompt: true")
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
         if named is not None and all(tool.function.name != named for tool in self.tools or ()):
-            raise PydanticCustomError("invalid_value", "tool_choice names no tool that is given")
+            raise PydanticCustomError(
+                "invalid_value", "tool_choice names no tool that is given", {"param": "tool_choice"}
+            )
         if self.is_call_demanded and not self.tools:
-            raise PydanticCustomError("invalid_value", "tool_choice: required needs tools")
+            raise PydanticCustomError("invalid_value", "tool_choice: required needs tools", {"param": "tool_choice"})
         if self.structured_outputs is not None and self.offered_tools:
-            raise PydanticCustomError("invalid_value", "structured_outputs excludes tools; use response_format")
+            raise PydanticCustomError(
+                "invalid_value",
+                "structured_outputs excludes tools; use response_format",
+                {"param": "structured_outputs"},
+            )
         return self
 
     @property
