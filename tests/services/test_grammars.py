@@ -76,6 +76,18 @@ def test_on_equals_off_and_is_valid(services: Services, law: str) -> None:
     assert 0 < accepted < drafted
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("law", LAWS)
+def test_a_draft_with_another_tokenizer(law: str) -> None:
+    """Claim: on = off with a draft that knows a part of the target's tokens, under other ids: it masks in the target's,
+    and proposes nothing where it knows no legal one. Conclusive: compared in full; draft tokens were accepted."""
+    asked = {"prompt": PROMPT, "max_tokens": 300, "grammar": LONG, **LAWS[law]}
+    with running(MODELS / "target", MODELS / "smollm2-draft", threads=1) as services:
+        off, on = (services.client.generate(**asked, speculative=SHAPES[name]) for name in ("off", "waiting tree"))
+    assert on.comparable == off.comparable
+    assert on.finished.statistics.num_accepted_draft_tokens > 0
+
+
 def test_rejection_gives_valid_texts(services: Services) -> None:
     """Claim: under REJECTION each text that ends is valid, drafts on, with chains and trees of drawn siblings.
     Conclusive: most of 12 texts end with a stop, and draft tokens were accepted."""
