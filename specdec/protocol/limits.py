@@ -23,6 +23,9 @@ EXTEND_TOKEN_COUNT_MAX = 2048
 DELTA_TOKEN_COUNT_MAX = 1024
 STOP_STRING_BYTES_MAX = 256
 PARAMS_STOP_TOKEN_COUNT_MAX = 128
+BAD_WORD_BYTES_MAX = 256
+BAD_WORD_TOKEN_COUNT_MAX = 32
+PARAMS_BAD_WORD_COUNT_MAX = 128
 LOGPROBS_MAX = 20
 GRAMMAR_BYTES_MAX, CHOICE_COUNT_MAX = 64 << 10, 512
 REPLICA_COUNT_MAX = 1024
@@ -89,6 +92,14 @@ _NAMED = (
         PARAMS_STOP_TOKEN_COUNT_MAX,
         "the stop tokens of a request and the end tokens of its model together",
     ),
+    Limit("BAD_WORD_BYTES_MAX", BAD_WORD_BYTES_MAX, "a phrase", low=1, is_bytes=True),
+    Limit(
+        "BAD_WORD_TOKEN_COUNT_MAX",
+        BAD_WORD_TOKEN_COUNT_MAX,
+        "as many tokens before a position are compared",
+        low=1,
+    ),
+    Limit("PARAMS_BAD_WORD_COUNT_MAX", PARAMS_BAD_WORD_COUNT_MAX, "each word with and without a space before"),
     Limit("LOGPROBS_MAX", LOGPROBS_MAX, "as many are sorted out and sent for every position"),
     Limit(
         "GRAMMAR_BYTES_MAX",
