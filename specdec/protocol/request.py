@@ -167,6 +167,14 @@ class GenerationRequest:
         common = {own.name: getattr(sampling, own.name) for own in fields(CommonSamplingParams)}
         common["logit_bias"] = tuple(sorted(sampling.logit_bias))
         common["allowed_token_ids"] = tuple(sorted(set(sampling.allowed_token_ids)))
-        tokens = {"stop_token_ids": self.stop_token_ids(end_token_ids), "bad_words": bad_words}
+        stop_token_ids = self.stop_token_ids(end_token_ids)
         ends = () if sampling.grammar is None else tuple(sorted(end_token_ids))
-        return ResolvedSamplingParams(rule, seed, prompt_length, end_token_ids=ends, **tokens, **common)
+        return ResolvedSamplingParams(
+            rule,
+            seed,
+            prompt_length,
+            stop_token_ids=stop_token_ids,
+            bad_words=bad_words,
+            end_token_ids=ends,
+            **common,
+        )

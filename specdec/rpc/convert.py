@@ -23,8 +23,8 @@ from specdec.protocol.fields import CommonSamplingParams
 from specdec.protocol.grammar import Grammar
 from specdec.protocol.items import Trace
 from specdec.protocol.limits import (
-    CHOICE_COUNT_MAX,
     BAD_WORD_TOKEN_COUNT_MAX,
+    CHOICE_COUNT_MAX,
     DRAFT_PROBS_TOKEN_COUNT_MAX,
     PARAMS_BAD_WORD_COUNT_MAX,
     PARAMS_STOP_TOKEN_COUNT_MAX,
