@@ -37,10 +37,10 @@ from specdec.gateway.requests import (
     DetokenizeRequest,
     Message,
     TokenizeRequest,
-    Tool,
 )
 from specdec.gateway.stream import Coordinators
 from specdec.gateway.strict import Strict, read_body
+from specdec.gateway.tools import Tool
 from specdec.gateway_settings import GatewaySettings
 from specdec.telemetry.metrics_page import MetricsPage
 

@@ -17,15 +17,9 @@ from pydantic_core import PydanticCustomError
 from specdec.client.request import FIELDS, WORDS
 from specdec.gateway.calls import Format
 from specdec.gateway.fields import CHAT, COMPLETIONS, SAME_FORM
-from specdec.gateway.grammars import (
-    ANY_OBJECT,
-    NamedChoice,
-    ResponseFormat,
-    StructuredOutputs,
-    ToolChoice,
-    call_grammar,
-)
+from specdec.gateway.grammars import ResponseFormat, StructuredOutputs
 from specdec.gateway.strict import NAME_LENGTH_MAX, Strict, bounded_json
+from specdec.gateway.tools import NamedChoice, Tool, ToolChoice, call_grammar, schemas_of
 from specdec.protocol.fields import (
     ALLOWED_TOKEN_IDS_COUNT_MAX,
     BAD_WORDS_COUNT_MAX,
@@ -143,22 +137,6 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-
-class Function(Strict):
-    """A function that may be called; `parameters` is a JSON schema."""
-
-    name: Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)]
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Strict):
-    """A tool."""
-
-    type: Literal["function"]
-    function: Function
 
 
 def _check_prompt(value: Any) -> Any:
@@ -359,15 +337,10 @@ class ChatRequest(Generation):
         is_strict = any(tool.function.strict for tool in tools)
         if not (is_demanded or is_strict or (tools and schema is not None and format is not None)):
             return self.grammar
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
-        schemas = {
-            tool.function.name: ANY_OBJECT if own is None or not (is_demanded or tool.function.strict) else own
-            for tool in tools
-            for own in [tool.function.parameters]
-            if named in (None, tool.function.name)
-        }
         other: Any = "nothing" if is_demanded else "text" if schema is None else schema
-        return call_grammar(schemas, format, special_id, not self.parallel_tool_calls or named is not None, other)
+        schemas = schemas_of(tools, self.tool_choice)
+        is_one = not self.parallel_tool_calls or isinstance(self.tool_choice, NamedChoice)
+        return call_grammar(schemas, format, special_id, is_one, other)
 
 
 class CompletionRequest(Generation):

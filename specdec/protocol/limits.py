@@ -26,6 +26,7 @@ PARAMS_STOP_TOKEN_COUNT_MAX = 128
 BAD_WORD_BYTES_MAX = 256
 BAD_WORD_TOKEN_COUNT_MAX = 32
 PARAMS_BAD_WORD_COUNT_MAX = 128
+PARAMS_BAD_WORD_TOKEN_COUNT_MAX = BAD_WORD_TOKEN_COUNT_MAX * PARAMS_BAD_WORD_COUNT_MAX
 LOGPROBS_MAX = 20
 GRAMMAR_BYTES_MAX, CHOICE_COUNT_MAX = 64 << 10, 512
 REPLICA_COUNT_MAX = 1024
@@ -99,6 +100,7 @@ _NAMED = (
         "as many tokens before a position are compared",
         low=1,
     ),
+    Limit("PARAMS_BAD_WORD_TOKEN_COUNT_MAX", PARAMS_BAD_WORD_TOKEN_COUNT_MAX, "as many words of as many tokens"),
     Limit("PARAMS_BAD_WORD_COUNT_MAX", PARAMS_BAD_WORD_COUNT_MAX, "each word with and without a space before"),
     Limit("LOGPROBS_MAX", LOGPROBS_MAX, "as many are sorted out and sent for every position"),
     Limit(

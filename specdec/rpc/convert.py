@@ -23,10 +23,10 @@ from specdec.protocol.fields import CommonSamplingParams
 from specdec.protocol.grammar import Grammar
 from specdec.protocol.items import Trace
 from specdec.protocol.limits import (
-    BAD_WORD_TOKEN_COUNT_MAX,
     CHOICE_COUNT_MAX,
     DRAFT_PROBS_TOKEN_COUNT_MAX,
     PARAMS_BAD_WORD_COUNT_MAX,
+    PARAMS_BAD_WORD_TOKEN_COUNT_MAX,
     PARAMS_STOP_TOKEN_COUNT_MAX,
     TOKENS_MAX,
     UINT32_MAX,
@@ -141,7 +141,8 @@ def params_to_message(params: ResolvedSamplingParams) -> open_item_pb.ResolvedSa
         prompt_length=params.prompt_length,
         sampling=given,
         end_token_ids=params.end_token_ids,
-        bad_words=[open_item_pb.BadWord(token_ids=word) for word in params.bad_words],
+        bad_word_token_ids=[token_id for word in params.bad_words for token_id in word],
+        bad_word_lengths=list(map(len, params.bad_words)),
     )
 
 
@@ -173,6 +174,15 @@ def rule_from_number(number: int) -> Rule:
         raise InvalidRequest("rule", number, "GREEDY (1), REJECTION (2) or COUPLED (3)") from None
 
 
+def _bad_words(message: open_item_pb.ResolvedSamplingParams) -> tuple[tuple[int, ...], ...]:
+    lengths = bounded("bad_word_lengths", message.bad_word_lengths, PARAMS_BAD_WORD_COUNT_MAX)
+    token_ids = bounded("bad_word_token_ids", message.bad_word_token_ids, PARAMS_BAD_WORD_TOKEN_COUNT_MAX)
+    if sum(lengths) != len(token_ids):
+        raise InvalidRequest("bad_word_token_ids", len(token_ids), f"the sum of bad_word_lengths, {sum(lengths)}")
+    ends = list(accumulate(lengths))
+    return tuple(tuple(token_ids[end - length : end]) for end, length in zip(ends, lengths))
+
+
 def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> ResolvedSamplingParams:
     """Returns the checked sampling parameters of a message. Raises InvalidRequest naming the field."""
     check_sampling_counts(message.sampling, "")
@@ -182,15 +192,13 @@ def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> Resolve
         raise InvalidRequest(f"sampling.{name}", "set", "absent: a replica does not need it")
     stop_token_ids = bounded("stop_token_ids", message.stop_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX)
     end_token_ids = bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX)
-    words = bounded("bad_words", message.bad_words, PARAMS_BAD_WORD_COUNT_MAX)
-    bad_words = tuple(tuple(bounded("bad_words", word.token_ids, BAD_WORD_TOKEN_COUNT_MAX)) for word in words)
     return ResolvedSamplingParams(
         rule_from_number(message.rule),
         message.seed,
         message.prompt_length,
         stop_token_ids=tuple(stop_token_ids),
         end_token_ids=tuple(end_token_ids),
-        bad_words=bad_words,
+        bad_words=_bad_words(message),
         **given,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from specdec.errors import CacheExhausted, InvalidRequest
 from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.limits import DELTA_TOKEN_COUNT_MAX
 from specdec.protocol.report import Delta, Finished, Statistics
+from specdec.protocol.request import GenerationRequest
 from specdec.protocol.types import Description, FinishReason, TokenKind
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import coordinator_service_pb2 as pb
@@ -101,7 +103,8 @@ async def test_a_merged_delta_leaves_in_several_messages(
     merged = Delta(0, tuple(range(count)), (TokenKind.BONUS,) * count, "x" * count, (1,) * count)
     finished = Finished(FinishReason.LENGTH, "", None, 1, count, Statistics(), "")
 
-    monkeypatch.setattr(coordinator, "_read", lambda *_: None)
+    prompted = SimpleNamespace(request=GenerationRequest(token_ids=(1,)), prompt=(1,), ending=None)
+    monkeypatch.setattr(coordinator, "_read", lambda *_: prompted)
     monkeypatch.setattr(coordinator, "_admit", lambda *_: (Ready(merged, finished), TARGET))
     messages = [message async for message in coordinator.generate(pb.GenerateRequest(), Call())]
     parts = [message.delta for message in messages if message.HasField("delta")]

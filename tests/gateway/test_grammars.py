@@ -11,9 +11,9 @@ from llguidance import LLMatcher, LLTokenizer
 from specdec.folders import EMBEDDED_MODELS
 from specdec.gateway.calls import CallArguments, CallStart, Content, ToolCallParser
 from specdec.gateway.errors import HttpError
-from specdec.gateway.grammars import call_grammar
 from specdec.gateway.requests import ChatRequest
 from specdec.gateway.strict import read_body
+from specdec.gateway.tools import call_grammar
 
 MARK = 5  # stands for a special token that is a mark of calls
 SCHEMA = {
@@ -83,10 +83,11 @@ def test_what_a_grammar_of_calls_accepts_is_read_as_calls(
 
 def test_a_mark_that_is_a_special_token_is_that_token(tokenizer: LLTokenizer) -> None:
     """Claim: where the form's mark is a special token, calls begin with this token, and its text is no call."""
-    for other in ("nothing", "text"):
-        lark = call_grammar(TOOLS, "hermes", {"<tool_call>": MARK}.get, False, other)["lark"]  # type: ignore[arg-type]
+    demanded = call_grammar(TOOLS, "hermes", {"<tool_call>": MARK}.get, False, "nothing")["lark"]
+    strict = call_grammar(TOOLS, "hermes", {"<tool_call>": MARK}.get, False, "text")["lark"]
+    for lark in (demanded, strict):
         assert is_accepted(tokenizer, lark, [MARK, f"\n{LOOK % 'arguments'}\n</tool_call>"])
-        assert is_accepted(tokenizer, lark, [written("hermes", [LOOK])]) is (other == "text")
+        assert is_accepted(tokenizer, lark, [written("hermes", [LOOK])]) is (lark == strict)
 
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

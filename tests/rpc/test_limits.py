@@ -59,7 +59,7 @@ LARGEST = {  # of the whole numbers that a peer chooses, by type
 POSITIONS_MAX = 100  # of the model in these tests: the limit of a request's token ids
 OF_VOCABULARY = {  # token ids that a replica holds to its model's vocabulary, before it uses an item
     "ResolvedSamplingParams.stop_token_ids[]",
-    "BadWord.token_ids[]",
+    "ResolvedSamplingParams.bad_word_token_ids[]",
     "SamplingParams.allowed_token_ids[]",
     "ExtendItem.token_ids[]",
     "VerifyItem.suffix_token_ids[]",

@@ -27,6 +27,7 @@ ERRORS = [
     errors.PeerRefused("no name of this certificate"),
     errors.DeliveryStalled("nothing was read for 30 s"),
     errors.NumericsError("logits are not numbers"),
+    errors.GrammarFailed("the grammar cannot be followed any further"),
 ]
 CODES = {
     "INVALID_FIELD": code_pb2.INVALID_ARGUMENT,
