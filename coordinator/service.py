@@ -11,6 +11,7 @@ import itertools
 import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -27,10 +28,10 @@ from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, S
 from specdec.process_watch import ProcessWatch
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.report import Delta, Event, Finished, Started
-from specdec.protocol.request import GenerationRequest
+from specdec.protocol.request import GenerationRequest, SpeculativePolicy
 from specdec.protocol.session import Session
 from specdec.protocol.tree_shape import path_count_max
-from specdec.protocol.types import Description, Proposer
+from specdec.protocol.types import Description, FinishReason, Proposer
 from specdec.rpc.convert_generate import (
     check_counts,
     coordinator_description_to_message,
@@ -138,6 +139,8 @@ class Coordinator:
         """Returns the request with its tokens. Runs in a thread, once the request has its slot. Raises
         InvalidRequest."""
         request = request_from_message(message, target.positions_max)
+        if request.sampling.max_tokens == 0:
+            request = replace(request, speculative=SpeculativePolicy(enabled=False))
         prompt = (
             request.token_ids if request.text is None else self._tokenizer.encode(request.text, target.positions_max)
         )
@@ -159,7 +162,8 @@ class Coordinator:
             if len(predicted) > target.positions_max:
                 limit = f"at most {target.positions_max} tokens, the target's positions"
                 raise InvalidRequest("prediction.text", f"text of {len(predicted)} tokens", limit)
-        return Prompted(request, prompt, output, resumed.ending, predicted)
+        ending = Ending(FinishReason.LENGTH) if not max_tokens and len(prompt) == 1 else resumed.ending
+        return Prompted(request, prompt, output, ending, predicted)
 
     async def _admit(
         self, message: coordinator_pb.GenerateRequest, model: Description, statistics: RequestStatistics
@@ -168,7 +172,7 @@ class Coordinator:
         whose numerics may be others than those of `model`. Raises SpecdecError."""
         request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, model)
         number, fleet = next(self._numbers), self.fleet
-        length_max = len(prompt) + output.max_tokens
+        length_max = len(prompt) + max(1, output.max_tokens)
         committed = [*prompt, *request.resumed_token_ids]
         choice = fleet.choose(request, number, model, committed, length_max)
         target = choice.model
@@ -186,6 +190,7 @@ class Coordinator:
             path_count_max(target.cache, length_max, cap) if has_trees else 1,
             Calibration(fleet.calibration, SESSION_OUTCOMES),
             Proposer.HEADS in choice.proposers,
+            scored_index=int(request.scores_prompt and len(prompt) > 1),
         )
         reason = choice.rule_reason
         started = Started(statistics.request_id, params.seed, choice.rule, len(prompt), output.max_tokens, reason)

@@ -40,6 +40,7 @@ class CommonSamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def check_common(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
@@ -59,6 +60,8 @@ class CommonSamplingParams:
             limits.check_number("logit_bias.bias", bias, LOGIT_BIAS_BIAS_MIN, LOGIT_BIAS_BIAS_MAX)
         if self.logprobs is not None:
             limits.check_integer("logprobs", self.logprobs, 0, limits.LOGPROBS_MAX)
+        if self.prompt_logprobs is not None:
+            limits.check_integer("prompt_logprobs", self.prompt_logprobs, 0, limits.LOGPROBS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ class SamplingFields(CommonSamplingParams):
     def check_others(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
         if self.max_tokens is not None:
-            limits.check_integer("sampling.max_tokens", self.max_tokens, 1, limits.TOKENS_MAX)
+            limits.check_integer("sampling.max_tokens", self.max_tokens, 0, limits.TOKENS_MAX)
         if self.seed is not None:
             limits.check_integer("sampling.seed", self.seed, 0, limits.SEED_MAX)
         limits.check_count("sampling.stop", self.stop, STOP_COUNT_MAX, "strings")
@@ -117,7 +120,8 @@ class SpeculativeFields:
 
 MEANINGS = {
     "SamplingParams.max_tokens": (
-        "Most output tokens; at least 1; prompt and output must fit the model. Absent: 256, or what fits if less."
+        "Most output tokens; at least 1, with prompt_logprobs 0: none is generated; prompt and output, one "
+        "token at least, must fit the model. Absent: 256, or what fits if less."
     ),
     "SamplingParams.min_tokens": (
         "Fewest output tokens before a stop token or stop string may end the text; at most max_tokens. Absent: 0."
@@ -151,6 +155,11 @@ MEANINGS = {
         "Log-probabilities: absent none, 0 of each output token, n (at most 20) also of the n likeliest."
     ),
     "SamplingParams.n": ("Number of texts; only 1 is accepted. Absent: 1."),
+    "SamplingParams.prompt_logprobs": (
+        "Log-probabilities of the prompt's tokens but the first: absent none, 0 of each token, n (at most 20) "
+        "also of the n likeliest at its position. They come before the first output token, so with output "
+        "tokens in `resume` none is sent."
+    ),
     "SpeculativePolicy.enabled": ("False: plain decoding, without draft and every other proposer. Absent: true."),
     "SpeculativePolicy.num_speculative_tokens": (
         "Most draft tokens in one verification; 0 is plain decoding; at most the server's maximum. Absent: "
