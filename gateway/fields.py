@@ -71,20 +71,25 @@ def _refused(name: str, meaning: str, *neutral: Any, where: tuple[str, ...] = BO
 
 
 GRAMMAR = "output under a grammar is not offered"
+BESIDE = {"prompt_logprobs": ", in vLLM's form; not in a stream"}  # what HTTP has of its own
 VOCABULARY = "the set of tokens is not restricted; use `logit_bias`"
 TABLE = (
     _honoured("model", "the served name; another is 404"),
     _honoured("messages", "the prompt, by the model's chat template; `prompt.token_ids`", (CHAT,)),
     _honoured("prompt", "text or token ids, or at most 64 of them: a choice each", (COMPLETIONS,)),
-    _honoured("max_completion_tokens", "`sampling.max_tokens`; chat without: what fits; completions: 16"),
+    _honoured(
+        "max_completion_tokens",
+        "`sampling.max_tokens`; chat without: what fits; completions: 16; 0 with log-probabilities of the prompt only",
+    ),
     _honoured("max_tokens", "older name of `max_completion_tokens`; both must be equal"),
-    *(_honoured(name, f"`sampling.{name}`") for name in SAME_FORM),
+    *(_honoured(name, f"`sampling.{name}`{BESIDE.get(name, '')}") for name in SAME_FORM),
     _honoured("top_k", "`sampling.top_k`; -1 is all, as 0"),
     _honoured("logit_bias", "`sampling.logit_bias`"),
     _honoured("seed", "`sampling.seed`: its 64 bits, also of a negative one"),
     _honoured("stop", "`sampling.stop`; the text of a special token is its id in `sampling.stop_token_ids` too"),
     _honoured("stop_token_ids", "`sampling.stop_token_ids`"),
     _honoured("logprobs", "`sampling.logprobs`; chat: true or false, completions: 0 to 20"),
+    _honoured("echo", "the prompt before its answer; with `logprobs` they are the prompt's too", (COMPLETIONS,)),
     _honoured("top_logprobs", "`sampling.logprobs`, 0 to 20; needs `logprobs`", (CHAT,)),
     _honoured("return_tokens_as_token_ids", "tokens of log-probabilities are `token_id:ID`"),
     _honoured("return_token_ids", "`prompt_token_ids`, and `token_ids` of each choice"),
@@ -113,9 +118,7 @@ TABLE = (
     _refused("best_of", "several texts a prompt are not offered", 1, where=(COMPLETIONS,)),
     _refused("use_beam_search", "text is drawn, not searched", False),
     _refused("length_penalty", "of beam search", 1, 1.0),
-    _refused("echo", "the prompt is not part of the answer", False, where=(COMPLETIONS,)),
     _refused("suffix", "text is not inserted", "", where=(COMPLETIONS,)),
-    _refused("prompt_logprobs", "log-probabilities are of the answer"),
     _refused("response_format", GRAMMAR, {"type": "text"}, where=(CHAT,)),
     _refused("structured_outputs", GRAMMAR),
     _refused("guided_json", GRAMMAR),

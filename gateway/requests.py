@@ -241,6 +241,8 @@ class Generation(SamplingParams):
             )
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid_value", "stream_options needs stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("invalid_value", "prompt_logprobs needs stream: false")
         return self
 
     @property
@@ -303,6 +305,7 @@ class CompletionRequest(Generation):
     endpoint = COMPLETIONS
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    echo: bool = False
 
 
 class TokenizeRequest(Strict):
