@@ -205,8 +205,8 @@ class Generation(SamplingParams):
     """The fields that both endpoints have."""
 
     model: Name | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = Field(
         None, description=MEANINGS["SamplingParams.top_k"]
     )

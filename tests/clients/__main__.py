@@ -2,8 +2,8 @@
 
 Each client gets an environment of its own, made once, and a short program (`scripts/`) that asks as the client's pages
 show it: a chat whole and streamed, with seed and usage, and tools. Texts and usage must be those of `Generate`, calls
-those that the model wrote. A benchmark's report must have what the coordinator counted meanwhile. Prints a table; ends
-with 1 if an answer differs or a client fails.
+those that the model wrote. A benchmark's report must have what the coordinator counted meanwhile, an evaluation the scores of
+its own model. Prints a table; ends with 1 if an answer differs or a client fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.clients.served import CASES, COUNTERS, served
+from tests.clients.served import CASES, COUNTERS, SCORES, served
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CLIENT_TIMEOUT_S = 600
@@ -31,6 +31,7 @@ TEXTS = ("whole", "streamed", "usage", "streamed usage")
 COUNTED = ("answered", "failed", *COUNTERS)
 GUIDELLM = ("guidellm==0.8.1", "torch==2.13.0")
 AIPERF = ("aiperf==0.13.0",)
+LM_EVAL = ("lm-eval[api]==0.4.13", "torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ CLIENTS = {
     "guidellm-streamed": Foreign(GUIDELLM, "guidellm_run.py", COUNTED, ("--streaming",)),
     "aiperf": Foreign(AIPERF, "aiperf_profile.py", COUNTED),
     "aiperf-streamed": Foreign(AIPERF, "aiperf_profile.py", COUNTED, ("--streaming",)),
+    "lm-eval": Foreign(LM_EVAL, "lm_eval_run.py", tuple(SCORES)),
     "schemathesis": Foreign(("schemathesis==4.32.5",), "schemathesis_run.py", tuple(CASES)),
 }
 
