@@ -189,7 +189,7 @@ def prompt_part(first: int, *token_ids: int) -> pb.GenerateResponse:
 
 
 async def test_each_prompt_token_is_told_once() -> None:
-    """Claim: a stream that is lost among the log-probabilities of its prompt, or after them, is one for its reader: each
+    """Claim: a stream that is lost among log-probabilities of its prompt, or after them, is one for its reader: each
     prompt token comes once, in order, with its own numbers, whatever the sizes of the parts that come again.
 
     Conclusive: parts that overlap by some, by all and by nothing are sent, and the messages compared whole."""

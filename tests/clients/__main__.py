@@ -2,8 +2,8 @@
 
 Each client gets an environment of its own, made once, and a short program (`scripts/`) that asks as the client's pages
 show it: a chat whole and streamed, with seed and usage, and tools. Texts and usage must be those of `Generate`, calls
-those that the model wrote. A benchmark's report must have what the coordinator counted meanwhile, an evaluation the scores of
-its own model. Prints a table; ends with 1 if an answer differs or a client fails.
+those that the model wrote. A benchmark's report must have what the coordinator counted meanwhile, an evaluation the
+scores of its own model. Prints a table; ends with 1 if an answer differs or a client fails.
 """
 
 from __future__ import annotations
