@@ -21,6 +21,7 @@ from torch import Tensor
 from specdec.decoding.distribution import every_token_id, taken, without_improbable
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
 from specdec.decoding.logits_processors import PathContext, edited_logits
+from specdec.decoding.masks import check_masks, masked
 from specdec.decoding.noise import gumbel_bits, gumbel_keys
 from specdec.decoding.topk import top
 from specdec.decoding.verification import in_order
@@ -64,7 +65,8 @@ class ProposalRequest(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The draft's guesses at a node: tokens and the confidence in each, the proposed token first.
+    """The draft's guesses at a node: tokens and the confidence in each, the proposed token first; none where no token
+    that it knows is legal.
 
     The others are the likeliest after it, best first, at most `branch_count`; under REJECTION those drawn come first,
     in the order of the draws. `draft_probs` under REJECTION: the draft distribution of the tokens drawn. Confidences
@@ -78,27 +80,39 @@ class Proposal(NamedTuple):
 
     @property
     def token_id(self) -> int:
-        """The proposed token."""
+        """The proposed token, of a proposal with guesses."""
         return self.guesses[0][0]
 
 
+NO_PROPOSAL = Proposal(())
+
+
 def proposals(
-    payloads: Sequence[Sequence[ProposalRequest]], row_counts: Sequence[int], logits: Tensor
+    payloads: Sequence[Sequence[ProposalRequest]],
+    row_counts: Sequence[int],
+    logits: Tensor,
+    masks: Tensor | None = None,
 ) -> list[list[Proposal]]:
     """Runs `propose` for payloads of several requests each; returns one list per payload, in order.
 
-    logits: [sum(row_counts), vocabulary] float32. Raises ValueError unless each payload has one request per row.
+    logits: [sum(row_counts), vocabulary] float32; masks: see `propose`. Raises ValueError unless each payload has one
+    request per row.
     """
     if [len(requests) for requests in payloads] != list(row_counts):
         raise ValueError(f"{list(row_counts)} rows for {[len(requests) for requests in payloads]} proposals")
-    made = iter(propose([request for requests in payloads for request in requests], logits))
+    made = iter(propose([request for requests in payloads for request in requests], logits, masks))
     return [list(itertools.islice(made, count)) for count in row_counts]
 
 
-def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposal]:
-    """Returns one proposal per request, in order.  logits: [len(requests), vocabulary] float32"""
+def propose(requests: Sequence[ProposalRequest], logits: Tensor, masks: Tensor | None = None) -> list[Proposal]:
+    """Returns one proposal per request, in order.  logits: [len(requests), vocabulary] float32
+
+    masks: the legal tokens of each row along its path, of the target's vocabulary (decoding/masks.py); None where all
+    are legal. An illegal token has no weight; a row without a legal token has no guess.
+    """
     if logits.shape[0] != len(requests):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} proposals")
+    check_masks(masks, logits[:, : max((request.vocabulary_size for request in requests), default=0)])
     groups: dict[tuple[int, int], list[int]] = {}
     for index, request in enumerate(requests):
         width = min(request.vocabulary_size, logits.shape[1])
@@ -113,10 +127,22 @@ def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposa
                 chosen = [requests[index] for index in indices]
                 first, last = indices[0], indices[-1] + 1
                 rows = logits[first:last] if last - first == len(indices) else taken(logits, indices)
-                finishes.append((indices, WAYS[Rule(rule)](chosen, rows[:, :width], host_copy)))
+                own_masks = None if masks is None else taken(masks, indices)
+                finishes.append((indices, proposals_of_rule(Rule(rule), chosen, rows[:, :width], own_masks, host_copy)))
         return lambda: in_order(finishes)
 
     return with_one_host_copy(logits.device, compute)
+
+
+def proposals_of_rule(
+    rule: Rule, requests: Sequence[ProposalRequest], logits: Tensor, masks: Tensor | None, host_copy: HostCopy
+) -> Callable[[], list[Proposal]]:
+    """Returns a function for the proposals of requests that share a rule, called after the host copy."""
+    if masks is None:
+        return WAYS[rule](requests, logits, host_copy)
+    legal, is_empty = masked(logits, masks)
+    found, without = WAYS[rule](requests, legal, host_copy), host_copy.to_host(is_empty)
+    return lambda: [NO_PROPOSAL if none else proposal for none, proposal in zip(without(), found())]
 
 
 def edited_rows(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from specdec.decoding.distribution import (
 )
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
 from specdec.decoding.logits_processors import PathContext
+from specdec.decoding.masks import check_masks, masked
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.tree_shape import branches, children, path_tokens
 from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
@@ -77,16 +78,20 @@ class VerificationRequest:
         ]
 
 
-def verify(requests: Sequence[VerificationRequest], row_counts: Sequence[int], logits: Tensor) -> list[SamplerOutput]:
+def verify(
+    requests: Sequence[VerificationRequest], row_counts: Sequence[int], logits: Tensor, masks: Tensor | None = None
+) -> list[SamplerOutput]:
     """Returns the sampler output of each request, in order.
 
-    logits: [sum(row_counts), vocabulary] float32, the rows of the requests in order.
+    logits: [sum(row_counts), vocabulary] float32, the rows of the requests in order; masks: the legal tokens of each
+    row along its own path (decoding/masks.py), None where all tokens of all rows are legal.
 
     A result depends on its own rows, params and path only, bit for bit, not on the other requests.
     """
     expected = [request.row_count for request in requests]
     if list(row_counts) != expected or logits.shape[0] != sum(expected):
         raise ValueError(f"{list(row_counts)} rows for requests that need {expected}, and {logits.shape[0]} of logits")
+    check_masks(masks, logits)
     starts = [0, *itertools.accumulate(expected)]
     by_rule: dict[Rule, list[int]] = {}
     for index, request in enumerate(requests):
@@ -98,7 +103,8 @@ def verify(requests: Sequence[VerificationRequest], row_counts: Sequence[int], l
             for chunk in chunks(indices, expected, logits):
                 chosen = [requests[index] for index in chunk]
                 rows = [row for index in chunk for row in range(starts[index], starts[index + 1])]
-                finishes.append((chunk, output_of_rule(rule, chosen, taken(logits, rows), host_copy)))
+                own_masks = None if masks is None else taken(masks, rows)
+                finishes.append((chunk, output_of_rule(rule, chosen, taken(logits, rows), own_masks, host_copy)))
         return lambda: in_order(finishes)
 
     return with_one_host_copy(logits.device, compute)
@@ -126,17 +132,18 @@ def chunks(indices: list[int], row_counts: Sequence[int], logits: Tensor) -> lis
 
 
 def output_of_rule(
-    rule: Rule, requests: Sequence[VerificationRequest], logits: Tensor, host_copy: HostCopy
+    rule: Rule, requests: Sequence[VerificationRequest], logits: Tensor, masks: Tensor | None, host_copy: HostCopy
 ) -> Callable[[], list[SamplerOutput]]:
     """Returns a function for the sampler output of requests that share a rule, called after the host copy."""
+    legal = logits if masks is None else masked(logits, masks)[0]
     contexts = [context for request in requests for context in request.contexts]
     target_probs: Callable[[], list[float]] = list
     if rule is Rule.GREEDY:
-        chosen = greedy_token_ids(logits, contexts)
+        chosen = greedy_token_ids(legal, contexts)
     elif rule is Rule.COUPLED:
-        chosen = coupled_token_ids(logits, contexts, host_copy)
+        chosen = coupled_token_ids(legal, contexts, host_copy)
     else:
-        chosen, probs = rejection_output(sampled_distribution(logits, contexts, host_copy), requests)
+        chosen, probs = rejection_output(sampled_distribution(legal, contexts, host_copy), requests)
         target_probs = host_copy.to_host(probs)
     recovered = host_copy.to_host(chosen)
     ends = list(itertools.accumulate(request.row_count for request in requests))

@@ -30,12 +30,12 @@ class GrowingNode(NodeBase):
 
     `score`: the logarithm of its path's likelihood, up to a constant of the tree. `name`: as the coordinator knows it,
     0 for the root of an epoch and for a guess that was not sent. `guesses`: the model's guesses at its children, the
-    proposal child first; none before it is evaluated. `cell`: of its keys and values.
+    proposal child first, none where it has none; None before it is evaluated. `cell`: of its keys and values.
     """
 
     score: float = 0.0
     name: int = 0
-    guesses: tuple[tuple[int, float], ...] = ()
+    guesses: tuple[tuple[int, float], ...] | None = None
     cell: int = NO_CELL
 
 
@@ -87,7 +87,7 @@ class GrowingTree:
         kept: list[int] = []
         freed: list[int] = []
         for token_id in token_ids:
-            for rank, (guess, confidence) in enumerate(self.root.guesses):
+            for rank, (guess, confidence) in enumerate(self.root.guesses or ()):
                 self._calibration.record(confidence_features(self.rule, rank, confidence), guess == token_id)
             child = self.root.children.pop(token_id, None)
             freed += cells_of(self.root.end())
@@ -139,7 +139,7 @@ class GrowingTree:
 
     def _take_chain(self, reach: int) -> list[GrowingNode]:
         node = self.root
-        while node is not None and node.guesses:
+        while node is not None and node.guesses is not None:
             node = node.proposal
         return [node] if node is not None and node.length < reach else []
 
@@ -154,7 +154,7 @@ class GrowingTree:
 
     def _is_open(self, node: GrowingNode) -> bool:
         """Whether a node is not evaluated yet, and its path agrees with the committed tokens."""
-        return node.alive and not node.guesses
+        return node.alive and node.guesses is None
 
     def path(self, node: GrowingNode) -> list[GrowingNode]:
         """Returns the nodes from below the root to a node, itself last; none for the root."""
@@ -201,7 +201,8 @@ class GrowingTree:
                 child.name = names[rank]
                 is_proposal, told = is_drawn or rank == 0, 0 if is_drawn else certainty
                 sent.append(DraftNode(child.name, node.name, token_id, is_proposal, draft_probs, told))
-        node.proposal = node.children[guesses[0][0]]
+        if guesses:
+            node.proposal = node.children[guesses[0][0]]
         return sent
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from specdec.decoding import host_copy as host_copy_module
 from specdec.decoding import proposal as proposal_module
 from specdec.decoding import verification as verification_module
 from specdec.decoding.host_copy import HostCopy
+from specdec.decoding.masks import word_count
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
@@ -111,6 +112,13 @@ def proposal(policy: dict, seed: int) -> ProposalRequest:
     return ProposalRequest(params, [8, 9, 17], VOCABULARY - 10, draws=(seed << 20,), branch_count=seed % 3)
 
 
+def masks_of(row_count: int) -> torch.Tensor:
+    """Masks of every third token, of all tokens in every second row, on the host."""
+    masks = torch.full((row_count, word_count(VOCABULARY)), 0x24924924, dtype=torch.int32)
+    masks[1::2] = -1
+    return masks
+
+
 @pytest.fixture
 def read_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The count of numbers in each copy to the host. Tensors on "meta" hold none: any other read raises."""
@@ -144,13 +152,14 @@ def test_verification_comes_back_in_one_small_copy(name: str, read_counts: list[
     verifications = [verification(policy, seed) for seed, policy in enumerate(policies)]
     row_counts = [request.row_count for request in verifications]
     with NoWaitingCopies():
-        found = verify(verifications, row_counts, torch.empty(sum(row_counts), VOCABULARY, device="meta"))
+        logits = torch.empty(sum(row_counts), VOCABULARY, device="meta")
+        found = verify(verifications, row_counts, logits, masks_of(sum(row_counts)))
         assert len(found) == len(verifications) and len(read_counts) == 1
         assert read_counts[0] <= 16 * sum(row_counts)
         read_counts.clear()
         proposals = [proposal(policy, seed) for seed, policy in enumerate(policies)]
         logits = torch.empty(len(proposals), VOCABULARY, device="meta")
-        assert len(propose(proposals, logits)) == len(proposals)
+        assert len(propose(proposals, logits, masks_of(len(proposals)))) == len(proposals)
     assert len(read_counts) == 1 and read_counts[0] <= 200 * len(proposals)
 
 
@@ -169,8 +178,8 @@ def test_assumptions_give_the_same_as_reads(are_tied: bool, monkeypatch: pytest.
     logits = logits.round() if are_tied else logits
 
     def both() -> tuple[list, list]:
-        proposed = propose(proposals, logits[: len(proposals)])
-        return verify(verifications, row_counts, logits), proposed
+        proposed = propose(proposals, logits[: len(proposals)], masks_of(len(proposals)))
+        return verify(verifications, row_counts, logits, masks_of(sum(row_counts))), proposed
 
     expected = both()
     found_wrong: list[bool] = []

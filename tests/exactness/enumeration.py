@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from unittest import mock
@@ -19,6 +19,7 @@ import torch
 
 from specdec.decoding import proposal as proposal_module
 from specdec.decoding import verification as verification_module
+from specdec.decoding.masks import word_count
 from specdec.decoding.proposal import ProposalRequest
 from specdec.decoding.verification import VerificationRequest
 from specdec.errors import InvalidRequest
@@ -37,6 +38,7 @@ INSET = Fraction(1, 1 << 30)  # share of a cell between its end and the point of
 
 Path = tuple[int, ...]
 Table = Callable[[Path], tuple[int, ...]]  # whole-number logits after a path
+Legal = Callable[[Path], frozenset[int]]  # the legal tokens after a path; none after one that is illegal itself
 
 
 def base_two_distribution(**policy: object) -> ResolvedSamplingParams:
@@ -58,7 +60,8 @@ class Setting:
     """A target, a draft, sampling parameters and the draft's behaviour; subclasses misbehave. Cached by path.
 
     `draft_length`: the cap at a path. The draft keeps its tree `ahead` tokens longer than the cap; the next round uses
-    the part of the tree that is left after a commit.
+    the part of the tree that is left after a commit. `legal`: what masks say, if there are any; `is_draft_masked`:
+    whether the draft has them too.
     """
 
     params: ResolvedSamplingParams
@@ -66,6 +69,8 @@ class Setting:
     draft: Table
     draft_length: Callable[[Path], int]
     ahead: int = 1
+    legal: Legal | None = None
+    is_draft_masked: bool = True
     cache: dict[object, object] = field(default_factory=dict)
 
     @property
@@ -74,13 +79,19 @@ class Setting:
 
     def target_distribution(self, path: Path) -> tuple[Fraction, ...]:
         """The target distribution after a path, from the formulas, in fractions."""
-        return sampled_distribution_as_fractions(self.params, self.target(path), path)
+        return sampled_distribution_as_fractions(self.params, self.target(path), path, self.legal)
+
+    def masks(self, path: Path, tokens: Path) -> torch.Tensor | None:
+        """The masks of the rows of a verification of a chain. Subclasses misbehave."""
+        return packed_masks(self.legal, [path + tokens[:end] for end in range(len(tokens) + 1)], self.vocabulary_size)
 
     def children(self, path: Path) -> list[tuple[Fraction, Child]]:
         """Every token the real `propose` can draw after `path`, with its draft distribution and probability."""
         key = ("children", path)
         if key not in self.cache:
             row = self.proposals(path, [0])[0].draft_probs
+            if row is None:  # no token that the draft knows is legal
+                return self.cache.setdefault(key, [])
             bounds = [0, *itertools.accumulate(row.weights)]
             ends = [-(-bound * (1 << 53) // row.total) for bound in bounds]  # the first integer of each cell
             lows = self.proposals(path, ends[:-1])
@@ -95,7 +106,8 @@ class Setting:
         """The proposals of the real draft side after `path`, one for each 53-bit draw."""
         requests = [ProposalRequest(self.params, path, self.vocabulary_size, (bits,)) for bits in draws]
         logits = torch.tensor([self.draft(path)] * len(draws), dtype=torch.float32)
-        return proposal_module.propose(requests, logits)
+        masks = packed_masks(self.legal if self.is_draft_masked else None, [path] * len(draws), self.vocabulary_size)
+        return proposal_module.propose(requests, logits, masks)
 
     def offered_count(self, chain: tuple[Child, ...], count_max: int) -> int:
         """The number of drawn tokens that are offered: as many as allowed, whatever the tokens."""
@@ -106,7 +118,10 @@ class Setting:
         if len(chain) >= length or (chain and not chain[-1].sent):
             yield Fraction(1), chain
             return
-        for share, child in self.children(path + tuple(c.token_id for c in chain)):
+        following = self.children(path + tuple(c.token_id for c in chain))
+        if not following:
+            yield Fraction(1), chain
+        for share, child in following:
             for rest, longer in self.chains(path, (*chain, child), length):
                 yield share * rest, longer
 
@@ -173,16 +188,24 @@ def probability(row: DraftProbs, token_id: int) -> Fraction:
 
 
 def sampled_distribution_as_fractions(
-    params: ResolvedSamplingParams, logits: tuple[int, ...], path: Path
+    params: ResolvedSamplingParams, logits: tuple[int, ...], path: Path, legal: Legal | None = None
 ) -> tuple[Fraction, ...]:
-    """The target distribution of design section 5 for whole-number logits at temperature 1 / ln 2, no min_p or bias."""
+    """The target distribution of docs/exactness.md for whole-number logits at temperature 1 / ln 2, no min_p or bias.
+
+    Each of the first steps leaves out tokens, unless none would remain.
+    """
     output = path[params.prompt_length :]
+    every = frozenset(range(len(logits)))
+    stops = frozenset(params.stop_token_ids) if len(output) < params.min_tokens else frozenset()
+    kept_tokens = every
+    for kept in (every if legal is None else legal(path), every - stops):
+        kept_tokens = kept_tokens & kept or kept_tokens
     scores = {}
-    for token, logit in enumerate(logits):
-        if len(output) < params.min_tokens and token in params.stop_token_ids:
-            continue
+    for token in sorted(kept_tokens):
         count = output.count(token)
-        scores[token] = logit - int(params.presence_penalty) * (count > 0) - int(params.frequency_penalty) * count
+        scores[token] = (
+            logits[token] - int(params.presence_penalty) * (count > 0) - int(params.frequency_penalty) * count
+        )
     likeliest = sorted(scores, key=lambda token: (-scores[token], token))[: params.top_k or None]
     weights = {token: Fraction(2) ** scores[token] for token in likeliest}
     kept, before, total = [], Fraction(0), sum(weights.values())
@@ -191,6 +214,17 @@ def sampled_distribution_as_fractions(
             kept.append(token)
         before += weights[token]
     return tuple(weights[t] / sum(weights[k] for k in kept) if t in kept else Fraction(0) for t in range(len(logits)))
+
+
+def packed_masks(legal: Legal | None, paths: Sequence[Path], vocabulary_size: int) -> torch.Tensor | None:
+    """The masks of rows after these paths, bit by bit."""
+    if legal is None:
+        return None
+    masks = torch.zeros(len(paths), word_count(vocabulary_size), dtype=torch.int32)
+    for row, path in enumerate(paths):
+        for token_id in legal(path):
+            masks[row, token_id // 32] |= 1 << token_id % 32 if token_id % 32 < 31 else -(1 << 31)
+    return masks
 
 
 def grown_tree(path: Path, chain: tuple[Child, ...], vocabulary_size: int) -> ReceivedTree:
@@ -222,7 +256,9 @@ def sampler_outputs(
     lines = [setting.target(path + tokens[:offset]) for offset in range(len(tokens) + 1)]
     logits = torch.tensor(lines * count, dtype=torch.float32)
     with mock.patch.object(verification_module, "uniform", uniform):
-        return verification_module.verify(requests, [len(lines)] * count, logits)
+        masks = setting.masks(path, tokens)
+        masks = None if masks is None else masks.repeat(count, 1)
+        return verification_module.verify(requests, [len(lines)] * count, logits, masks)
 
 
 def lanes_of_recovered(setting: Setting, path: Path, tokens: Path, rows: tuple[DraftProbs, ...]) -> list[Lane]:

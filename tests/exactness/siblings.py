@@ -29,7 +29,7 @@ from specdec.protocol.proposers import Run
 from specdec.protocol.tree import ReceivedTree
 from specdec.protocol.tree_shape import children as children_of
 from specdec.protocol.types import DraftProbs, Proposer, ResolvedSamplingParams, Rule
-from tests.exactness.enumeration import INSET, Path, Table, sampled_distribution_as_fractions
+from tests.exactness.enumeration import INSET, Legal, Path, Table, packed_masks, sampled_distribution_as_fractions
 
 Verdicts = dict[Path, Fraction]
 Key = tuple[Lane, int]
@@ -40,7 +40,8 @@ Level = tuple[tuple[int, ...], tuple[DraftProbs, ...]]  # the children of a row:
 @dataclass
 class SiblingWorld:
     """A target, a draft that draws `drawn_count` children for each node of a tree of depth `depth`, runs of the
-    coordinator's own proposers, and the rows of a verification. Subclasses misbehave. Cached by path."""
+    coordinator's own proposers, and the rows of a verification. Subclasses misbehave. Cached by path. `legal`,
+    `is_draft_masked`: as in `Setting`."""
 
     params: ResolvedSamplingParams
     target: Table
@@ -50,6 +51,8 @@ class SiblingWorld:
     runs: Callable[[Path], list[Run]] = lambda path: []
     row_max: int = 99
     is_joint: bool = False
+    legal: Legal | None = None
+    is_draft_masked: bool = True
     calibration: Calibration = field(default_factory=Calibration)
     cache: dict[object, object] = field(default_factory=dict)
 
@@ -59,13 +62,19 @@ class SiblingWorld:
 
     def distribution(self, path: Path) -> tuple[Fraction, ...]:
         """The target distribution after a path, from the formulas."""
-        return sampled_distribution_as_fractions(self.params, self.target(path), path)
+        return sampled_distribution_as_fractions(self.params, self.target(path), path, self.legal)
 
-    def draws(self, path: Path) -> list[tuple[Fraction, Drawn, DraftProbs]]:
+    def masks(self, path: Path, offer: Offer) -> torch.Tensor | None:
+        """The masks of the rows of a verification. Subclasses misbehave."""
+        return packed_masks(self.legal, [path + tokens for tokens in row_paths(offer)], self.vocabulary_size)
+
+    def draws(self, path: Path) -> list[tuple[Fraction, Drawn, DraftProbs | None]]:
         """Everything the real draft side can draw for a node, with its probability, by the cells of its draws."""
         key = ("draws", path)
         if key not in self.cache:
             probs = self.propose(path, (0,) * self.drawn_count)[1]
+            if probs is None:  # no token that the draft knows is legal
+                return self.cache.setdefault(key, [(Fraction(1), (), None)])
             found = []
             for order in itertools.permutations(range(len(probs.token_ids)), min(self.drawn_count, len(probs.weights))):
                 share, bits, left = Fraction(1), [], probs
@@ -82,12 +91,12 @@ class SiblingWorld:
             self.cache[key] = found
         return self.cache[key]
 
-    def propose(self, path: Path, draws: tuple[int, ...]) -> tuple[Drawn, DraftProbs]:
+    def propose(self, path: Path, draws: tuple[int, ...]) -> tuple[Drawn, DraftProbs | None]:
         """The tokens that the real draft side draws, and their distribution."""
         request = ProposalRequest(self.params, path, self.vocabulary_size, draws, len(draws) - 1)
         logits = torch.tensor([self.draft(path)], dtype=torch.float32)
-        (made,) = proposal_module.propose([request], logits)
-        assert made.draft_probs is not None
+        masks = packed_masks(self.legal if self.is_draft_masked else None, [path], self.vocabulary_size)
+        (made,) = proposal_module.propose([request], logits, masks)
         return tuple(token_id for token_id, _ in made.guesses[: len(draws)]), made.draft_probs
 
     def trees(self, path: Path, depth: int) -> Iterator[tuple[Fraction, dict[Path, tuple[Drawn, DraftProbs]]]]:
@@ -250,8 +259,10 @@ def sampled(world: SiblingWorld, path: Path, offer: Offer, uniform: Callable, co
     requests = [VerificationRequest(world.params, index, path, *tree) for index in range(count)]
     lines = [world.target(path + tokens) for tokens in row_paths(offer)]
     logits = torch.tensor(lines * count, dtype=torch.float32)
+    masks = world.masks(path, offer)
+    masks = None if masks is None else masks.repeat(count, 1)
     with mock.patch.object(verification_module, "uniform", uniform):
-        return verification_module.verify(requests, [len(lines)] * count, logits)
+        return verification_module.verify(requests, [len(lines)] * count, logits, masks)
 
 
 def row_paths(offer: Offer) -> list[Path]:

@@ -317,3 +317,25 @@ def test_a_commit_keeps_the_cells_of_its_path_and_frees_all_others() -> None:
             held = {node.cell for node in growth.root.below() if node.cell != -1}
             assert held == used
     assert set(growth.drop()) == used
+
+
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_a_node_without_guesses_ends_its_path(is_chain: bool) -> None:
+    """Claim: where the model has no guess, as no token that it knows is legal, the node counts as evaluated: nothing is
+    sent below it, it is not taken again, other nodes are, and a commit beyond it begins a new tree. Conclusive: a node
+    that was taken again would be returned by the next `take`, which is asked until it has nothing."""
+    growth = GrowingTree(Rule.COUPLED, ConfidenceItself())
+    growth.restart([3])
+    (root,) = growth.take(1, 99, is_chain)
+    growth.evaluated(root, [growth.reserve_name()], guesses_after(3), None)
+    (proposal,) = growth.take(1, 99, is_chain)
+    assert proposal is root.proposal
+    growth.file(proposal)
+    assert growth.evaluated(proposal, [growth.reserve_name()], (), None, 1) == []
+    left = growth.take(9, 99, is_chain)
+    assert proposal not in left and len(left) == (0 if is_chain else 2)
+    growth.check()
+    assert growth.commit([proposal.token_id]) == ([1], []) and growth.root is proposal
+    assert growth.take(9, 99, is_chain) == []
+    growth.commit([5])
+    assert growth.root is None

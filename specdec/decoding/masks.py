@@ -1,0 +1,59 @@
+"""Masks: the legal tokens of each row of logits, which the caller knows (of a grammar, say). Nothing here does.
+
+A mask is a row of packed bits on the host: bit i of word w is token 32 w + i, 1 is legal.  # [rows, words] int32
+It is applied first of all steps: -inf for every other token, so that no later step sees one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import torch
+from torch import Tensor
+
+from specdec.decoding.host_copy import is_device, sent
+
+WORD_BITS = 32
+# By octet, whose lowest bit is the first token: a CPU looks up eight tokens at once.
+HIGHEST = numpy.where(numpy.arange(256)[:, None] >> numpy.arange(8) & 1, math.inf, -math.inf).astype(numpy.float32)
+
+
+def word_count(vocabulary_size: int) -> int:
+    """Returns the number of words of a mask."""
+    return -(-vocabulary_size // WORD_BITS)
+
+
+def check_masks(masks: Tensor | None, logits: Tensor) -> None:
+    """Raises ValueError unless there is a mask for each row of logits, of at least as many bits as tokens."""
+    rows, width = logits.shape
+    if masks is not None and (
+        masks.dtype != torch.int32 or masks.dim() != 2 or len(masks) != rows or masks.shape[1] < word_count(width)
+    ):
+        wanted = f"torch.int32 [{rows}, at least {word_count(width)}]"
+        raise ValueError(f"masks are {masks.dtype} {list(masks.shape)}; they must be {wanted}")
+
+
+def masked(logits: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the logits with -inf for every illegal token, in a copy, and which rows have no legal token: these stay
+    as they are. On the target such a row lies below an illegal draft token only, where no text arrives.
+    # logits: [rows, vocabulary]; masks: [rows, words] int32 of the host -> [rows, vocabulary], [rows] bool
+    """
+    legal = highest(masks, logits.shape[1], logits.device)
+    torch.minimum(logits, legal, out=legal)
+    is_empty = legal.amax(dim=1, keepdim=True) == -math.inf
+    if is_device(logits.device) or bool(is_empty.any()):
+        legal = torch.where(is_empty, logits, legal)
+    return legal, is_empty.squeeze(1)
+
+
+def highest(masks: Tensor, width: int, device: torch.device) -> Tensor:
+    """Returns the highest logit that a token below `width` may have: infinity if it is legal, else -infinity. A minimum
+    with it costs a third of a masked fill, whose branches follow the bits.  # [rows, width] float32 on the device"""
+    words = masks[:, : word_count(width)]
+    if not is_device(device):
+        octets = words.contiguous().numpy().view(numpy.uint8)
+        return torch.from_numpy(HIGHEST.take(octets, axis=0)).flatten(1)[:, :width]
+    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
+    bits = ((sent(words.contiguous(), device).unsqueeze(2) >> shifts) & 1).flatten(1)[:, :width]
+    return torch.full(bits.shape, -math.inf, device=device).masked_fill_(bits == 1, math.inf)
