@@ -28,7 +28,7 @@ from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, S
 from specdec.process_watch import ProcessWatch
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.report import Delta, Event, Finished, Started
-from specdec.protocol.request import GenerationRequest, SpeculativePolicy
+from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
 from specdec.protocol.tree_shape import path_count_max
 from specdec.protocol.types import Description, FinishReason, Proposer
@@ -140,7 +140,7 @@ class Coordinator:
         InvalidRequest."""
         request = request_from_message(message, target.positions_max)
         if request.sampling.max_tokens == 0:
-            request = replace(request, speculative=SpeculativePolicy(enabled=False))
+            request = replace(request, speculative=replace(request.speculative, enabled=False))
         prompt = (
             request.token_ids if request.text is None else self._tokenizer.encode(request.text, target.positions_max)
         )
