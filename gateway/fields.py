@@ -14,7 +14,7 @@ from typing import Any
 from specdec.client.request import FIELDS
 
 # Sampling parameters that have another form over HTTP, or none; the other numbers and flags are as in gRPC.
-OTHER_FORM = ("max_tokens", "top_k", "logit_bias", "seed", "stop", "stop_token_ids", "logprobs", "n")
+OTHER_FORM = ("max_tokens", "top_k", "logit_bias", "seed", "stop", "stop_token_ids", "logprobs", "n", "prompt_logprobs")
 SAME_FORM = {
     name: field
     for name, field in FIELDS.items()
@@ -71,7 +71,6 @@ def _refused(name: str, meaning: str, *neutral: Any, where: tuple[str, ...] = BO
 
 
 GRAMMAR = "output under a grammar is not offered"
-BESIDE = {"prompt_logprobs": ", in vLLM's form; not in a stream"}  # what HTTP has of its own
 VOCABULARY = "the set of tokens is not restricted; use `logit_bias`"
 TABLE = (
     _honoured("model", "the served name; another is 404"),
@@ -82,13 +81,14 @@ TABLE = (
         "`sampling.max_tokens`; chat without: what fits; completions: 16; 0 with log-probabilities of the prompt only",
     ),
     _honoured("max_tokens", "older name of `max_completion_tokens`; both must be equal"),
-    *(_honoured(name, f"`sampling.{name}`{BESIDE.get(name, '')}") for name in SAME_FORM),
+    *(_honoured(name, f"`sampling.{name}`") for name in SAME_FORM),
     _honoured("top_k", "`sampling.top_k`; -1 is all, as 0"),
     _honoured("logit_bias", "`sampling.logit_bias`"),
     _honoured("seed", "`sampling.seed`: its 64 bits, also of a negative one"),
     _honoured("stop", "`sampling.stop`; the text of a special token is its id in `sampling.stop_token_ids` too"),
     _honoured("stop_token_ids", "`sampling.stop_token_ids`"),
     _honoured("logprobs", "`sampling.logprobs`; chat: true or false, completions: 0 to 20"),
+    _honoured("prompt_logprobs", "`sampling.prompt_logprobs`, in vLLM's form; not in a stream"),
     _honoured("echo", "the prompt before its answer; with `logprobs` they are the prompt's too", (COMPLETIONS,)),
     _honoured("top_logprobs", "`sampling.logprobs`, 0 to 20; needs `logprobs`", (CHAT,)),
     _honoured("return_tokens_as_token_ids", "tokens of log-probabilities are `token_id:ID`"),

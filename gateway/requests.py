@@ -222,6 +222,7 @@ class Generation(SamplingParams):
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     prediction: Prediction | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)] | None = None
     speculative: Speculative = Speculative()
