@@ -68,7 +68,7 @@ def test_bits_do_not_depend_on_the_division_of_rows(monkeypatch: pytest.MonkeyPa
         parts = [asked.part(start, min(start + size, ROWS)) for start in range(0, ROWS, size)]
         assert [part.first_index for part in parts] == [1 + start for start in range(0, ROWS, size)]
         work = [parts[0], request, *parts[1:]]
-        counts = [ROWS if own is request else len(own.token_ids) for own in work]  # type: ignore[union-attr]
+        counts = [len(parts[0].token_ids), ROWS, *(len(part.token_ids) for part in parts[1:])]
         both = torch.cat([logits[: counts[0]], logits, logits[counts[0] :]])
         first, verified, *rest = sample(work, counts, both)
         assert verified == alone[0]

@@ -63,7 +63,7 @@ def test_they_are_those_of_transformers(shipped_pair: Services) -> None:
     """
     model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
-    for text in (TEXTS[0], " ".join(TEXTS) * 3):
+    for text in (TEXTS[0], " ".join(TEXTS)):
         run = scored(shipped_pair.client, text)
         rows = rows_of(run)
         assert run.finished is not None and not run.token_ids and run.finished.output_tokens == 0
