@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from specdec.config import CoordinatorSettings
+from specdec.coordinator.bad_words import bad_word_tokens
 from specdec.coordinator.fleet import Fleet
 from specdec.coordinator.generation import Generation
 from specdec.coordinator.metrics import page_metrics
@@ -57,13 +58,14 @@ POSITIONS_MAX_ASSUMED = 1 << 18  # of the target, for the message cap: the port 
 
 class Prompted(NamedTuple):
     """A request, the tokens of its prompt, its output after the resumed tokens and the end that these reached, if any;
-    and the tokens that it predicts."""
+    the tokens that it predicts, and those of its bad words."""
 
     request: GenerationRequest
     prompt: tuple[int, ...]
     output: OutputProcessor
     ending: Ending | None
     predicted: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
 
 
 class Coordinator:
@@ -163,20 +165,21 @@ class Coordinator:
                 limit = f"at most {target.positions_max} tokens, the target's positions"
                 raise InvalidRequest("prediction.text", f"text of {len(predicted)} tokens", limit)
         ending = Ending(FinishReason.LENGTH) if not max_tokens and len(prompt) == 1 else resumed.ending
-        return Prompted(request, prompt, output, ending, predicted)
+        bad_words = bad_word_tokens(sampling, self._tokenizer, target.vocabulary_size)
+        return Prompted(request, prompt, output, ending, predicted, bad_words)
 
     async def _admit(
         self, message: coordinator_pb.GenerateRequest, model: Description, statistics: RequestStatistics
     ) -> tuple[Generation, Ending | None, Description]:
         """Returns the generation, not yet begun, its end if the resumed tokens reached it, and the model of its target,
         whose numerics may be others than those of `model`. Raises SpecdecError."""
-        request, prompt, output, ending, predicted = await asyncio.to_thread(self._read, message, model)
+        request, prompt, output, ending, predicted, bad_words = await asyncio.to_thread(self._read, message, model)
         number, fleet = next(self._numbers), self.fleet
         length_max = len(prompt) + max(1, output.max_tokens)
         committed = [*prompt, *request.resumed_token_ids]
         choice = fleet.choose(request, number, model, committed, length_max)
         target = choice.model
-        params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids)
+        params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids, bad_words)
         has_trees, cap = self._settings.draft_siblings_max > 0, choice.policy.draft_length_cap
         session = Session(
             number,

@@ -14,7 +14,19 @@ from typing import Any
 from specdec.client.request import FIELDS
 
 # Sampling parameters that have another form over HTTP, or none; the other numbers and flags are as in gRPC.
-OTHER_FORM = ("max_tokens", "top_k", "logit_bias", "seed", "stop", "stop_token_ids", "logprobs", "n", "prompt_logprobs")
+OTHER_FORM = (
+    "max_tokens",
+    "top_k",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+    "n",
+    "prompt_logprobs",
+    "bad_words",
+    "allowed_token_ids",
+)
 SAME_FORM = {
     name: field
     for name, field in FIELDS.items()
@@ -71,7 +83,6 @@ def _refused(name: str, meaning: str, *neutral: Any, where: tuple[str, ...] = BO
 
 
 GRAMMAR = "output under a grammar is not offered"
-VOCABULARY = "the set of tokens is not restricted; use `logit_bias`"
 TABLE = (
     _honoured("model", "the served name; another is 404"),
     _honoured("messages", "the prompt, by the model's chat template; `prompt.token_ids`", (CHAT,)),
@@ -87,6 +98,8 @@ TABLE = (
     _honoured("seed", "`sampling.seed`: its 64 bits, also of a negative one"),
     _honoured("stop", "`sampling.stop`; the text of a special token is its id in `sampling.stop_token_ids` too"),
     _honoured("stop_token_ids", "`sampling.stop_token_ids`"),
+    _honoured("bad_words", "`sampling.bad_words`"),
+    _honoured("allowed_token_ids", "`sampling.allowed_token_ids`"),
     _honoured("logprobs", "`sampling.logprobs`; chat: true or false, completions: 0 to 20"),
     _honoured("prompt_logprobs", "`sampling.prompt_logprobs`, in vLLM's form; not in a stream"),
     _honoured("echo", "the prompt before its answer; with `logprobs` they are the prompt's too", (COMPLETIONS,)),
@@ -125,8 +138,6 @@ TABLE = (
     _refused("guided_regex", GRAMMAR),
     _refused("guided_choice", GRAMMAR),
     _refused("guided_grammar", GRAMMAR),
-    _refused("bad_words", VOCABULARY, []),
-    _refused("allowed_token_ids", VOCABULARY),
     _refused("logits_processors", "no code of clients is run", []),
     _refused("functions", "use `tools`", [], where=(CHAT,)),
     _refused("function_call", "use `tool_choice`", "none", "auto", where=(CHAT,)),

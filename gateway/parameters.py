@@ -73,6 +73,8 @@ def sampling_fields(body: Generation, prompts: Prompts, defaults: Mapping[str, A
         "seed": None if body.seed is None else body.seed & SEED_MASK,
         "stop": body.stops,
         "stop_token_ids": list(dict.fromkeys(stop_ids)),
+        "bad_words": body.bad_words or (),
+        "allowed_token_ids": body.allowed_token_ids or (),
         "logit_bias": {int(key): bias for key, bias in (body.logit_bias or {}).items()},
         "logprobs": logprob_count(body),
         "prompt_logprobs": count_of(body),

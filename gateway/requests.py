@@ -16,6 +16,8 @@ from specdec.client.request import FIELDS, WORDS
 from specdec.gateway.fields import CHAT, COMPLETIONS, SAME_FORM
 from specdec.gateway.strict import NAME_LENGTH_MAX, Strict, bounded_json
 from specdec.protocol.fields import (
+    ALLOWED_TOKEN_IDS_COUNT_MAX,
+    BAD_WORDS_COUNT_MAX,
     LOGIT_BIAS_COUNT_MAX,
     MEANINGS,
     STOP_COUNT_MAX,
@@ -218,6 +220,12 @@ class Generation(SamplingParams):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKEN_IDS_COUNT_MAX, fail_fast=True)] | None = Field(
         None, description=MEANINGS["SamplingParams.stop_token_ids"]
     )
+    bad_words: Annotated[list[Text], Field(max_length=BAD_WORDS_COUNT_MAX, fail_fast=True)] | None = Field(
+        None, description=MEANINGS["SamplingParams.bad_words"]
+    )
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(max_length=ALLOWED_TOKEN_IDS_COUNT_MAX, fail_fast=True)] | None
+    ) = Field(None, description=MEANINGS["SamplingParams.allowed_token_ids"])
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
     stream: bool = False

@@ -1,8 +1,9 @@
 """Logit edits, the first steps of the target distribution: bias, masks and penalties by request and path.
 
-In order: `min_tokens` masks the stop ids, `logit_bias` is added, the repetition penalty divides positive and multiplies
-negative logits of tokens in prompt or output, presence and frequency penalties are subtracted for tokens in the output.
-Draft tokens before a position count as output. Rows without any edit pass through untouched.
+In order: `allowed_token_ids` masks all other ids, `bad_words` those that would complete one, `min_tokens` the stop ids;
+`logit_bias` is added, the repetition penalty divides positive and multiplies negative logits of tokens in prompt or
+output, presence and frequency penalties are subtracted for tokens in the output. Draft tokens before a position count
+as output. Rows without any edit pass through untouched.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from specdec.decoding.bad_words import word_ends
 from specdec.decoding.host_copy import is_device, sent
 from specdec.decoding.token_path import Counted, TokenCounts, TokenPath
 from specdec.protocol.types import ResolvedSamplingParams
@@ -55,9 +57,19 @@ class PathContext:
         return max(0, min(self.row_count, missing)) if self.params.stop_token_ids else 0
 
     @property
+    def word_ends(self) -> list[list[int]]:
+        """Of each row the tokens that would complete a bad word."""
+        words = self.params.bad_words
+        if not words:
+            return [[]] * self.row_count
+        return word_ends(words, self.committed, self.params.prompt_length, self.draft_token_ids, self.first_row)
+
+    @property
     def is_edited(self) -> bool:
         """Whether any row of the path is edited."""
-        return bool(self.masked_row_count or self.params.logit_bias or self.params.has_penalties)
+        params = self.params
+        is_any = self.masked_row_count or params.logit_bias or params.has_penalties or params.allowed_token_ids
+        return bool(is_any or params.bad_words and any(self.word_ends))
 
 
 def edited_logits(logits: Tensor, contexts: Sequence[PathContext]) -> Tensor:
@@ -84,11 +96,18 @@ def edit_paths(values: Tensor, params: ResolvedSamplingParams, contexts: Sequenc
     # values: [rows of all paths, vocabulary]
     """
     width = values.shape[1]
+    if params.allowed_token_ids:
+        keep_tokens(values, [token_id for token_id in params.allowed_token_ids if token_id < width])
+    if params.bad_words:
+        end = 0
+        for token_ids, rows in groupby(ids for context in contexts for ids in context.word_ends):
+            start, end = end, end + len(list(rows))
+            mask_tokens(values[start:end], [token_id for token_id in token_ids if token_id < width])
     masked = masked_rows(contexts)
     if masked:
         stop_token_ids = [token_id for token_id in params.stop_token_ids if token_id < width]
         for start, end in masked:
-            mask_stop_tokens(values[start:end], stop_token_ids)
+            mask_tokens(values[start:end], stop_token_ids)
     bias = [(token_id, number) for token_id, number in params.logit_bias if token_id < width]
     if bias:
         columns = sent([token_id for token_id, _ in bias], values.device)
@@ -115,11 +134,21 @@ def masked_rows(contexts: Sequence[PathContext]) -> list[tuple[int, int]]:
     return found
 
 
-def mask_stop_tokens(values: Tensor, stop_token_ids: list[int]) -> None:
-    """Sets stop ids to -inf, except in a row without other tokens: the support is never empty."""
-    if not len(values) or not stop_token_ids:
+def keep_tokens(values: Tensor, token_ids: list[int]) -> None:
+    """Sets all other ids to -inf, except in a row without any of these: the support is never empty."""
+    if not token_ids:
         return
-    columns = sent(stop_token_ids, values.device)
+    columns = sent(token_ids, values.device)
+    kept = values[:, columns]
+    values.masked_fill_(kept.amax(dim=1, keepdim=True) > -math.inf, -math.inf)
+    values[:, columns] = kept
+
+
+def mask_tokens(values: Tensor, token_ids: list[int]) -> None:
+    """Sets ids to -inf, except in a row without other tokens: the support is never empty."""
+    if not len(values) or not token_ids:
+        return
+    columns = sent(token_ids, values.device)
     before = values[:, columns]
     values[:, columns] = -math.inf
     emptied = values.amax(dim=1, keepdim=True) == -math.inf

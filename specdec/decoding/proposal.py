@@ -159,7 +159,8 @@ def own_params(requests: Sequence[ProposalRequest]) -> Iterable[ResolvedSampling
 
 def may_edit(params: ResolvedSamplingParams) -> bool:
     """Whether an edit may change logits."""
-    return bool(params.logit_bias or params.has_penalties or params.min_tokens)
+    legal = params.allowed_token_ids or params.bad_words
+    return bool(legal or params.logit_bias or params.has_penalties or params.min_tokens)
 
 
 def greedy_proposals(

@@ -23,6 +23,8 @@ LOGIT_BIAS_BIAS_MAX = 100.0  # a token is certain or impossible there
 STOP_COUNT_MAX = 16  # each is searched for after every token
 STOP_TOKEN_IDS_COUNT_MAX = 64  # each is masked at every position before min_tokens
 N_MAX = 1  # several texts per request are not offered
+BAD_WORDS_COUNT_MAX = 64  # their ends are searched for at every position
+ALLOWED_TOKEN_IDS_COUNT_MAX = 4096  # sent whenever a replica opens the session
 DRAFT_WAIT_MS_MAX = 60000.0  # a minute; a draft token is worth milliseconds
 
 
@@ -41,6 +43,7 @@ class CommonSamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
 
     def check_common(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
@@ -62,6 +65,7 @@ class CommonSamplingParams:
             limits.check_integer("logprobs", self.logprobs, 0, limits.LOGPROBS_MAX)
         if self.prompt_logprobs is not None:
             limits.check_integer("prompt_logprobs", self.prompt_logprobs, 0, limits.LOGPROBS_MAX)
+        limits.check_count("allowed_token_ids", self.allowed_token_ids, ALLOWED_TOKEN_IDS_COUNT_MAX, "ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,7 @@ class SamplingFields(CommonSamplingParams):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    bad_words: tuple[str, ...] = ()
 
     def check_others(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
@@ -85,6 +90,8 @@ class SamplingFields(CommonSamplingParams):
         limits.check_texts("sampling.stop", self.stop, limits.STOP_STRING_BYTES_MAX)
         limits.check_count("sampling.stop_token_ids", self.stop_token_ids, STOP_TOKEN_IDS_COUNT_MAX, "ids")
         limits.check_only("sampling.n", self.n, N_MAX, "several texts per request are not offered")
+        limits.check_count("sampling.bad_words", self.bad_words, BAD_WORDS_COUNT_MAX, "strings")
+        limits.check_texts("sampling.bad_words", self.bad_words, limits.BAD_WORD_BYTES_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +166,15 @@ MEANINGS = {
         "Log-probabilities of the prompt's tokens but the first: absent none, 0 of each token, n (at most 20) "
         "also of the n likeliest at its position. They come before the first output token, so with output "
         "tokens in `resume` none is sent."
+    ),
+    "SamplingParams.bad_words": (
+        "Words that the output does not contain, as the tokens of the text with and without a space before; "
+        "at most 64, each 1 to 256 bytes of UTF-8 and at most 32 tokens. Other tokens of the same text are "
+        "not found."
+    ),
+    "SamplingParams.allowed_token_ids": (
+        "The only tokens that the output may consist of; at most 4096. End tokens that are not among them do "
+        "not end the text. Empty: all."
     ),
     "SpeculativePolicy.enabled": ("False: plain decoding, without draft and every other proposer. Absent: true."),
     "SpeculativePolicy.num_speculative_tokens": (

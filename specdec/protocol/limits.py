@@ -23,6 +23,9 @@ EXTEND_TOKEN_COUNT_MAX = 2048
 DELTA_TOKEN_COUNT_MAX = PROMPT_LOGPROBS_COUNT_MAX = 1024
 STOP_STRING_BYTES_MAX = 256
 PARAMS_STOP_TOKEN_COUNT_MAX = 128
+BAD_WORD_BYTES_MAX = 256
+BAD_WORD_TOKEN_COUNT_MAX = 32
+PARAMS_BAD_WORD_COUNT_MAX = 128
 LOGPROBS_MAX = 20
 REPLICA_COUNT_MAX = 1024
 LABEL_LENGTH_MAX = PROMPT_CACHE_KEY_LENGTH_MAX = CACHE_SALT_LENGTH_MAX = 128
@@ -99,6 +102,14 @@ _NAMED = (
         PARAMS_STOP_TOKEN_COUNT_MAX,
         "the stop tokens of a request and the end tokens of its model together",
     ),
+    Limit("BAD_WORD_BYTES_MAX", BAD_WORD_BYTES_MAX, "a phrase", low=1, is_bytes=True),
+    Limit(
+        "BAD_WORD_TOKEN_COUNT_MAX",
+        BAD_WORD_TOKEN_COUNT_MAX,
+        "as many tokens before a position are compared",
+        low=1,
+    ),
+    Limit("PARAMS_BAD_WORD_COUNT_MAX", PARAMS_BAD_WORD_COUNT_MAX, "each word with and without a space before"),
     Limit("LOGPROBS_MAX", LOGPROBS_MAX, "as many are sorted out and sent for every position"),
     Limit("log-probability", 0, "a logarithm of a probability", low=-math.inf),
     Limit("REPLICA_COUNT_MAX", REPLICA_COUNT_MAX, "of a pool: each has a connection with pings"),

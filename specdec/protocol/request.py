@@ -158,6 +158,7 @@ class GenerationRequest:
         check_token_ids("prediction.token_ids", self.predicted_token_ids, size)
         check_token_ids("sampling.stop_token_ids", self.sampling.stop_token_ids, size)
         check_token_ids("sampling.logit_bias", tuple(entry[0] for entry in self.sampling.logit_bias), size)
+        check_token_ids("sampling.allowed_token_ids", self.sampling.allowed_token_ids, size)
 
     def stop_token_ids(self, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the request's own stop tokens, and the model's unless they are ignored; ascending."""
@@ -165,12 +166,19 @@ class GenerationRequest:
         return tuple(sorted({*self.sampling.stop_token_ids, *ends}))
 
     def params(
-        self, rule: Rule, prompt_length: int, drawn_seed: int, end_token_ids: tuple[int, ...]
+        self,
+        rule: Rule,
+        prompt_length: int,
+        drawn_seed: int,
+        end_token_ids: tuple[int, ...],
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> ResolvedSamplingParams:
-        """Returns the resolved sampling parameters under a rule; `drawn_seed` is used if the request has no seed."""
+        """Returns the resolved sampling parameters under a rule; `drawn_seed` is used if the request has no seed.
+        `bad_words`: their tokens."""
         sampling = self.sampling
         seed = drawn_seed if sampling.seed is None else sampling.seed
         common = {own.name: getattr(sampling, own.name) for own in fields(CommonSamplingParams)}
         common["logit_bias"] = tuple(sorted(sampling.logit_bias))
-        stop_token_ids = self.stop_token_ids(end_token_ids)
-        return ResolvedSamplingParams(rule, seed, prompt_length, stop_token_ids=stop_token_ids, **common)
+        common["allowed_token_ids"] = tuple(sorted(set(sampling.allowed_token_ids)))
+        tokens = {"stop_token_ids": self.stop_token_ids(end_token_ids), "bad_words": bad_words}
+        return ResolvedSamplingParams(rule, seed, prompt_length, **tokens, **common)

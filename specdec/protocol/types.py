@@ -15,8 +15,10 @@ from specdec.errors import InvalidRequest
 from specdec.protocol.fields import CommonSamplingParams
 from specdec.protocol.heads import HeadProposals
 from specdec.protocol.limits import (
+    BAD_WORD_TOKEN_COUNT_MAX,
     CONFIDENCE_MAX,
     DRAFT_PROBS_TOKEN_COUNT_MAX,
+    PARAMS_BAD_WORD_COUNT_MAX,
     PARAMS_STOP_TOKEN_COUNT_MAX,
     SEED_MAX,
     TOKENS_MAX,
@@ -92,13 +94,15 @@ class ResolvedSamplingParams(CommonSamplingParams):
     """Sampling parameters with defaults filled in, and the rule and seed of the draws (see decoding/distribution.py).
 
     `prompt_length`: positions from there on are output. `stop_token_ids` are masked while fewer than `min_tokens`
-    output tokens come before a position. `logprobs`: None for none, n for the n likeliest beside the token itself.
+    output tokens come before a position. `bad_words`: tokens in a row that the output does not contain. `logprobs`:
+    None for none, n for the n likeliest beside the token itself.
     """
 
     rule: Rule
     seed: int
     prompt_length: int
     stop_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
+    bad_words: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         check_integer("seed", self.seed, 0, SEED_MAX)
@@ -111,6 +115,10 @@ class ResolvedSamplingParams(CommonSamplingParams):
         check_ascending("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))
         check_ascending("stop_token_ids", self.stop_token_ids)
         check_count("stop_token_ids", self.stop_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX, "ids")
+        check_ascending("allowed_token_ids", self.allowed_token_ids)
+        check_count("bad_words", self.bad_words, PARAMS_BAD_WORD_COUNT_MAX, "words")
+        for index, word in enumerate(self.bad_words):
+            check_integer(f"bad_words[{index}]", len(word), 1, BAD_WORD_TOKEN_COUNT_MAX)
 
     @property
     def has_penalties(self) -> bool:

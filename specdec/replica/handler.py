@@ -295,3 +295,6 @@ def check_params_tokens(params: ResolvedSamplingParams, vocabulary_size: int) ->
     """Raises InvalidRequest for a token id in sampling parameters outside the vocabulary."""
     check_token_ids("params.stop_token_ids", params.stop_token_ids, vocabulary_size)
     check_token_ids("params.logit_bias", tuple(token_id for token_id, _ in params.logit_bias), vocabulary_size)
+    check_token_ids("params.allowed_token_ids", params.allowed_token_ids, vocabulary_size)
+    for index, word in enumerate(params.bad_words):
+        check_token_ids(f"params.bad_words[{index}]", word, vocabulary_size)

@@ -22,7 +22,9 @@ from specdec.errors import InvalidRequest
 from specdec.protocol.fields import CommonSamplingParams
 from specdec.protocol.items import Trace
 from specdec.protocol.limits import (
+    BAD_WORD_TOKEN_COUNT_MAX,
     DRAFT_PROBS_TOKEN_COUNT_MAX,
+    PARAMS_BAD_WORD_COUNT_MAX,
     PARAMS_STOP_TOKEN_COUNT_MAX,
     TOKENS_MAX,
     UINT32_MAX,
@@ -132,6 +134,7 @@ def params_to_message(params: ResolvedSamplingParams) -> open_item_pb.ResolvedSa
         stop_token_ids=params.stop_token_ids,
         prompt_length=params.prompt_length,
         sampling=given,
+        bad_words=[open_item_pb.BadWord(token_ids=word) for word in params.bad_words],
     )
 
 
@@ -156,11 +159,14 @@ def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> Resolve
     for name in given.keys() - _COMMON.keys():
         raise InvalidRequest(f"sampling.{name}", "set", "absent: a replica does not need it")
     stop_token_ids = bounded("stop_token_ids", message.stop_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX)
+    words = bounded("bad_words", message.bad_words, PARAMS_BAD_WORD_COUNT_MAX)
+    bad_words = tuple(tuple(bounded("bad_words", word.token_ids, BAD_WORD_TOKEN_COUNT_MAX)) for word in words)
     return ResolvedSamplingParams(
         rule_from_number(message.rule),
         message.seed,
         message.prompt_length,
         stop_token_ids=tuple(stop_token_ids),
+        bad_words=bad_words,
         **given,
     )
 

@@ -198,7 +198,11 @@ def sampled_distribution_as_fractions(
     every = frozenset(range(len(logits)))
     stops = frozenset(params.stop_token_ids) if len(output) < params.min_tokens else frozenset()
     kept_tokens = every
-    for kept in (every if legal is None else legal(path), every - stops):
+    words = frozenset(
+        word[-1] for word in params.bad_words if output[max(0, len(output) - len(word) + 1) :] == word[:-1]
+    )
+    allowed = frozenset(params.allowed_token_ids) or every
+    for kept in (every if legal is None else legal(path), allowed, every - words, every - stops):
         kept_tokens = kept_tokens & kept or kept_tokens
     scores = {}
     for token in sorted(kept_tokens):

@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 HALVES = st.integers(-8, 8).map(lambda value: value / 2)
+# Penalties and biases: sums with logits are exact, so no two values differ by less than rounding.
+SIXTY_FOURTHS = st.integers(-128, 128).map(lambda value: value / 64)
+BIASES = st.integers(-6400, 6400).map(lambda value: value / 64)
 SAMPLING_RULES = [Rule.REJECTION, Rule.COUPLED]
 
 
@@ -20,6 +23,7 @@ def all_params(draw: st.DrawFn, vocabulary_size: int, rules: list[Rule] | None =
     """Parameters for a small vocabulary, each field neutral half of the time. Ids may lie outside the vocabulary."""
     rule = draw(st.sampled_from(rules or SAMPLING_RULES))
     ids = st.sets(st.integers(0, vocabulary_size + 1), max_size=vocabulary_size)
+    words = st.lists(st.lists(st.integers(0, vocabulary_size + 1), min_size=1, max_size=3).map(tuple), max_size=6)
     return ResolvedSamplingParams(
         rule,
         seed=draw(st.integers(0, (1 << 64) - 1)),
@@ -29,11 +33,13 @@ def all_params(draw: st.DrawFn, vocabulary_size: int, rules: list[Rule] | None =
         top_p=draw(sometimes(st.floats(0.01, 0.999), 1.0)),
         min_p=draw(sometimes(st.floats(0.001, 1.0), 0.0)),
         repetition_penalty=draw(sometimes(st.sampled_from([0.01, 0.5, 1.3, 100.0]), 1.0)),
-        presence_penalty=draw(sometimes(st.floats(-2, 2), 0.0)),
-        frequency_penalty=draw(sometimes(st.floats(-2, 2), 0.0)),
-        logit_bias=tuple((token, draw(st.floats(-100, 100))) for token in sorted(draw(sometimes(ids, set())))),
+        presence_penalty=draw(sometimes(SIXTY_FOURTHS, 0.0)),
+        frequency_penalty=draw(sometimes(SIXTY_FOURTHS, 0.0)),
+        logit_bias=tuple((token, draw(BIASES)) for token in sorted(draw(sometimes(ids, set())))),
         min_tokens=draw(sometimes(st.integers(0, 5), 0)),
         stop_token_ids=tuple(sorted(draw(sometimes(ids, set())))),
+        allowed_token_ids=tuple(sorted(draw(sometimes(ids, set())))),
+        bad_words=tuple(draw(sometimes(words, []))),
     )
 
 

@@ -15,11 +15,14 @@ Edited = list[float]
 
 
 def edited_logits(params: ResolvedSamplingParams, logits: Sequence[float], path: Sequence[int]) -> Edited:
-    """Logits after min_tokens mask, logit_bias, repetition penalty, presence and frequency penalty."""
+    """Logits after allowed_token_ids, bad_words, min_tokens, logit_bias, repetition, presence and frequency penalty."""
     output = list(path[params.prompt_length :])
     edited = [float(value) for value in logits]
-    if len(output) < params.min_tokens:
-        masked = [-math.inf if token in params.stop_token_ids else value for token, value in enumerate(edited)]
+    every = set(range(len(edited)))
+    ends = {word[-1] for word in params.bad_words if output[max(0, len(output) - len(word) + 1) :] == list(word[:-1])}
+    stops = set(params.stop_token_ids) if len(output) < params.min_tokens else set()
+    for illegal in (every - set(params.allowed_token_ids or every), ends, stops):
+        masked = [-math.inf if token in illegal else value for token, value in enumerate(edited)]
         edited = masked if max(masked) > -math.inf else edited
     for token, bias in params.logit_bias:
         if token < len(edited):

@@ -59,6 +59,13 @@ POLICIES = {
     "top_p": {"top_p": 0.7},
     "min_tokens": {"min_tokens": 2, "stop_token_ids": (1,)},
     "top_k, penalties and min_tokens": {"top_k": 2, "frequency_penalty": 1.0, "min_tokens": 1, "stop_token_ids": (2,)},
+    "bad_words": {"bad_words": ((1, 2), (2, 2, 0), (0, 1))},
+    "allowed_token_ids, bad_words and min_tokens": {
+        "allowed_token_ids": (0, 2),
+        "bad_words": ((2, 0), (0, 0, 2)),
+        "min_tokens": 1,
+        "stop_token_ids": (0,),
+    },
 }
 
 
@@ -155,6 +162,41 @@ def minimum_not_advanced(monkeypatch) -> Setting:
     return setting(base_two_distribution(min_tokens=1, stop_token_ids=(1,)))
 
 
+def words_of_committed_tokens(monkeypatch) -> Setting:
+    """The draft tokens before a row do not begin a word there: only committed ones do."""
+    real = edits_module.word_ends
+    monkeypatch.setattr(
+        edits_module,
+        "word_ends",
+        lambda words, committed, start, drafted, first: (
+            real(words, committed, start, (), 0) * (len(drafted) + 1 - first)
+        ),
+    )
+    return setting(base_two_distribution(bad_words=((1, 2), (2, 0))))
+
+
+def words_of_one_round(monkeypatch) -> Setting:
+    """A word that committed tokens begin is not found: only draft tokens begin one."""
+    real = edits_module.word_ends
+    monkeypatch.setattr(
+        edits_module,
+        "word_ends",
+        lambda words, committed, start, drafted, first: real(words, committed, len(committed), drafted, first),
+    )
+    return setting(base_two_distribution(bad_words=((1, 2), (2, 0))))
+
+
+def words_of_the_prompt(monkeypatch) -> Setting:
+    """The prompt begins words too."""
+    real = edits_module.word_ends
+    monkeypatch.setattr(
+        edits_module,
+        "word_ends",
+        lambda words, committed, start, drafted, first: real(words, committed, 0, drafted, first),
+    )
+    return setting(base_two_distribution(bad_words=((0, 2), (1, 2))))
+
+
 class TruncatedAfterDrawing(Setting):
     """The draft distribution sent is cut to the likeliest and the drawn token after a draw from all of it."""
 
@@ -236,6 +278,9 @@ MUTATIONS = {
     "bonus from the wrong position": bonus_from_the_wrong_position,
     "penalty not advanced": penalty_not_advanced,
     "min_tokens not advanced": minimum_not_advanced,
+    "bad words of committed tokens": words_of_committed_tokens,
+    "bad words of one round": words_of_one_round,
+    "bad words of the prompt": words_of_the_prompt,
     "truncated after drawing": lambda monkeypatch: setting(kind=TruncatedAfterDrawing),
     "confidence cut-off on the drawn token": lambda monkeypatch: setting(kind=ConfidenceCutOff),
     "likeliest child offered": lambda monkeypatch: setting(kind=LikeliestOffered),

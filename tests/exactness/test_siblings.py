@@ -357,7 +357,7 @@ def one_uniform(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
 
 
 def in_row_order(feature: dict) -> Callable[[pytest.MonkeyPatch], SiblingWorld]:
-    """Penalties and min_tokens count the draft tokens of the rows before, whatever their path."""
+    """Penalties, min_tokens and bad_words see the draft tokens of the rows before, whatever their path."""
 
     def mutate(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
         contexts = property(lambda self: [PathContext(self.params, self.committed, self.draft_token_ids)])
@@ -419,6 +419,7 @@ MUTATIONS = {
     "a made-up probability": lambda patch: world(kind=MadeUpProbability, depth=1, runs=runs_after(3)),
     "penalties counted in row order": in_row_order({"frequency_penalty": 1.0}),
     "min_tokens counted in row order": in_row_order({"min_tokens": 2, "stop_token_ids": (1,)}),
+    "bad words found in row order": in_row_order({"bad_words": ((1, 2, 0), (2, 1, 0), (0, 2, 1))}),
     "a sibling offered without the one drawn before it": skipped_order,
     "a sibling's estimate knows the sibling": expected_by_itself,
     "rows left to a sibling by what lies below the likelier": lambda patch: world(

@@ -44,6 +44,8 @@ def random_request(draw: random.Random) -> tuple[str, dict[str, Any], dict[str, 
         ("logit_bias", {draw.randint(0, 4000): draw.choice([-5.0, 3.0]) for _ in range(3)}),
         ("stop", draw.sample(["e", "the", "\n", ").", "self"], 2)),
         ("stop_token_ids", [draw.randint(0, 4000)]),
+        ("bad_words", draw.sample(["the", "e", "self", ").", "\n\n"], 2)),
+        ("allowed_token_ids", draw.sample(range(4000), 500)),
     ):
         if draw.random() < 0.25:
             fields[name] = value

@@ -66,6 +66,8 @@ LARGEST = {  # of the whole numbers that a peer chooses, by type
 POSITIONS_MAX = 100  # of the model in these tests: the limit of a request's token ids
 OF_VOCABULARY = {  # token ids that a replica holds to its model's vocabulary, before it uses an item
     "ResolvedSamplingParams.stop_token_ids[]",
+    "BadWord.token_ids[]",
+    "SamplingParams.allowed_token_ids[]",
     "ExtendItem.token_ids[]",
     "VerifyItem.suffix_token_ids[]",
     "VerifyItem.draft_token_ids[]",
@@ -155,7 +157,8 @@ def test_every_method_has_its_limits() -> None:
     assert all(limit.name and limit.reason and limit.low <= limit.high for limit in CALLS)
 
 
-PARAMS = ResolvedSamplingParams(Rule.REJECTION, seed=1, prompt_length=2, logit_bias=((1, 1.0),), stop_token_ids=(1,))
+TOKENS = {"stop_token_ids": (1,), "allowed_token_ids": (1,), "bad_words": ((1,),)}
+PARAMS = ResolvedSamplingParams(Rule.REJECTION, seed=1, prompt_length=2, logit_bias=((1, 1.0),), **TOKENS)
 PROBS = DraftProbs((1, 2), (65535, 32767))
 POSITION = PositionLogprobs(-1.0, (1,), (-1.0,))
 HEADS = HeadProposals((1, 2, 3, 4), bytes(4))
@@ -390,7 +393,9 @@ def largest_items() -> Iterator[tuple[int, bytes]]:
     many, probs = (TOKENS_MAX - 1,), DraftProbs(tuple(range(0, TOKENS_MAX, TOKENS_MAX >> 10)), (1,) * 1024)
     name, long = (UINT32_MAX,) * 2, "x" * 128
     biases = tuple((TOKENS_MAX - 1024 + index, 1.5) for index in range(1024))
-    params = ResolvedSamplingParams(Rule.REJECTION, 1, 1, logit_bias=biases, stop_token_ids=tuple(range(9000, 9128)))
+    lists = {"stop_token_ids": tuple(range(9000, 9128)), "bad_words": (many * 32,) * 128}
+    lists["allowed_token_ids"] = tuple(range(TOKENS_MAX - 4096, TOKENS_MAX))
+    params = ResolvedSamplingParams(Rule.REJECTION, 1, 1, logit_bias=biases, **lists)
     verification = items.Verification(*name, UINT32_MAX, TOKENS_MAX, many * 2048, many * 64, (probs,) * 64, TRACE)
     nodes = []
     for first in range(1000, 1320, 5):  # an evaluated node that the coordinator did not know, and its four children
@@ -433,6 +438,8 @@ def test_the_largest_request_passes_the_count_of_its_fields() -> None:
     )
     message.sampling.stop.extend(["x"] * 16)
     message.sampling.stop_token_ids.extend([1] * 64)
+    message.sampling.bad_words.extend(["x"] * 64)
+    message.sampling.allowed_token_ids.extend([1] * 4096)
     check_field_count(message.DESCRIPTOR, message.SerializeToString())
     message.sampling.MergeFromString(b"\x52\0" * 5000)
     with pytest.raises(InvalidRequest, match=r"^sampling.logit_bias"):

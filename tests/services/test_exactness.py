@@ -29,11 +29,23 @@ POLICIES = {
     "min-tokens": {"temperature": 1, "seed": 20, "min_tokens": 20, "stop_token_ids": [3]},
     "stop-string": {"temperature": 1, "seed": 21, "stop": ["<2><2>", "<4><1>"]},
     "stop-after-min": {"temperature": 1, "seed": 22, "stop": ["<2>"], "min_tokens": 9},
+    "bad-words": {"temperature": 1, "seed": 23, "bad_words": ["<2><2>", "<4><1><3>", "<5>"]},
+    "greedy-bad-words": {"temperature": 0, "bad_words": ["<2><4>", "<4><1><3>"]},
+    "allowed": {"temperature": 1, "seed": 24, "allowed_token_ids": [3, 1, 4], "bad_words": ["<3><1>"], "min_tokens": 9},
     "greedy-penalty": {"temperature": 0, "frequency_penalty": 1.0, "presence_penalty": 0.5},
 }
 
-SHORT = ("greedy", "coupled", "cold", "top-p", "repetition", "stop-string")  # the others run with the longer tests
-SHORT_RESUMED = ("coupled", "stop-string")
+SHORT = (
+    "greedy",
+    "coupled",
+    "cold",
+    "top-p",
+    "repetition",
+    "stop-string",
+    "bad-words",
+    "allowed",
+)  # the others run with the longer tests
+SHORT_RESUMED = ("coupled", "stop-string", "bad-words")
 
 
 def some(names: Iterable[str], short: Collection[str]) -> list[Any]:
@@ -57,7 +69,9 @@ def test_speculation_changes_nothing(table_services: Services, name: str):
     assert drafted > 0, "nothing was drafted: the comparison would be empty"
 
 
-@pytest.mark.parametrize("policy", some(("greedy", *SHORT_RESUMED, "min-tokens", "repetition"), SHORT_RESUMED))
+@pytest.mark.parametrize(
+    "policy", some(("greedy", *SHORT_RESUMED, "min-tokens", "repetition", "allowed"), SHORT_RESUMED)
+)
 def test_resume_at_every_token_on_a_fresh_coordinator(table_services: Services, policy: str):
     """Claim: cut anywhere, resumed on a coordinator that knows nothing, the pieces concatenate to the whole.
 
