@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, cast
 
 from specdec.config import CoordinatorSettings
@@ -190,6 +190,11 @@ class Fleet:
         draft = draft if policy.draft_length_cap else None
         return Choice(target, target.usable(), draft, rule, reason, policy, proposers, key)
 
+    def again(self, choice: Choice, request: GenerationRequest) -> Choice:
+        """Returns the same choice for a further text of the request; it has a policy of its own."""
+        policy = self._policy(request, choice.rule, choice.proposers, choice.target, choice.draft)
+        return replace(choice, policy=policy)
+
     def next_target(
         self,
         model: Description,
@@ -228,7 +233,8 @@ class Fleet:
             return frozenset()
         if not asked:
             asked = frozenset({Proposer.DRAFT}) if mode is SpeculationMode.FIXED else self._own
-        return asked & self._own - request.withheld_proposers
+        found = asked & self._own - request.withheld_proposers
+        return found - {Proposer.GRAMMAR} if request.sampling.grammar is None else found
 
     def _mode(self, request: GenerationRequest) -> SpeculationMode:
         if not request.speculative.enabled:
@@ -297,7 +303,7 @@ class Fleet:
 
     def _measured(self, rule: Rule, target: Target, draft: Draft | None) -> float | None:
         """Tokens per second of the best plan under the server's own limit; None before RULE_ROUNDS rounds."""
-        has_local = bool(self._own - {Proposer.DRAFT})
+        has_local = bool(self._own - {Proposer.DRAFT, Proposer.GRAMMAR})
         key = target.model_key, rule, self._settings.num_speculative_tokens_max, draft is not None, has_local
         goodput = (draft or target).goodputs.get(key)
         return None if goodput is None or goodput.round_count < RULE_ROUNDS else goodput.best_rate()

@@ -34,8 +34,27 @@ NETWORK_ROUNDS = 4  # of plain decoding, between two records of the draft's netw
 UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
 
 
+class Reader:
+    """Who reads the events of a generation, or of the choices of one request. Has one caller."""
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Returns at the next event of one of them."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting
+
+    def wake(self) -> None:
+        """One of them has an event."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+
 class Generation(Placement):
-    """One generation. `next_event()` has one caller; `close()` may be called at any time."""
+    """One generation. Its `reader`, which those of one request share, takes its events; `close()` may be called at any
+    time."""
 
     def __init__(
         self,
@@ -48,6 +67,7 @@ class Generation(Placement):
         reports_rounds: bool = False,
         reports_statistics: bool = False,
         target_wait_s: float = 0.0,
+        reader: Reader | None = None,
     ) -> None:
         super().__init__(session, choice, fleet, request, target_wait_s)
         self._own_start = len(session.committed)  # before it are the client's words: prompt and resumed tokens
@@ -57,7 +77,7 @@ class Generation(Placement):
         self._wait_began_s = 0.0  # 0: it does not wait
         self._wait_timer: asyncio.TimerHandle | None = None
         self._undelivered: deque[Event | SpecdecError] = deque([started])
-        self._reader: asyncio.Future[None] | None = None
+        self.reader = reader or Reader()
 
     def begin(self, ending: Ending | None = None) -> None:
         """Opens the session on the peers and requests the first token; or ends it if the resumed tokens reached the
@@ -67,6 +87,11 @@ class Generation(Placement):
             self._finish(ending)
             return
         self._attach()
+
+    def follow(self, first: Generation) -> None:
+        """Begins as a further choice of a request at the target of its first one, which has the prompt in its cache
+        now. It is not new there: if it finds no space it waits as a text under way does."""
+        self._attach_after(first)
 
     def record(self, recorder: Recorder, deltas: Sequence[Delta]) -> None:
         """Records the text: prompt and resumed tokens, and these deltas."""
@@ -85,11 +110,15 @@ class Generation(Placement):
     def _output_count(self) -> int:
         return self._output.count
 
+    def take_event(self) -> Event | SpecdecError | None:
+        """Returns started, then deltas, then finished, each once, or the error that ended the generation; None while
+        there is nothing new."""
+        return self._undelivered.popleft() if self._undelivered else None
+
     async def next_event(self) -> Event:
-        """Returns started, log-probabilities of the prompt, deltas, then finished. Raises the error that ended it."""
+        """Returns the next of `take_event`. Raises the error that ended the generation."""
         while not self._undelivered:
-            self._reader = self._loop.create_future()
-            await self._reader
+            await self.reader.wait()
         event = self._undelivered.popleft()
         if isinstance(event, SpecdecError):
             raise event
@@ -225,7 +254,7 @@ class Generation(Placement):
             for item in ready.to_draft:
                 statistics.draft_link_bytes += draft.send(self._request.in_context(item))
         for asked in ready.to_target:
-            if isinstance(asked, Open) and asked.incarnation > 1:  # a text under way is not new to its target
+            if isinstance(asked, Open) and (self._is_follower or asked.incarnation > 1):  # not new to its target
                 asked = replace(asked, age_ms=min(UINT32_MAX, 1 + round(1000 * (now_s - self.began_s))))
             statistics.target_link_bytes += target.send(self._request.in_context(asked))
         if ready.wait is not None:
@@ -254,9 +283,7 @@ class Generation(Placement):
             self._undelivered[-1] = last.merged(event)
         else:
             self._undelivered.append(event)
-        reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():
-            reader.set_result(None)
+        self.reader.wake()
 
     def _finish(self, ending: Ending) -> None:
         session = self._session

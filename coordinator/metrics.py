@@ -34,7 +34,7 @@ def page_metrics(
     help = "Limit of concurrent generations; more are refused."
     yield gauge("specdec_num_requests_max", help, settings.max_num_seqs)
     outcomes = {(outcome,): count for outcome, count in dict(metrics.requests).items()}
-    help = "Requests that ended, by finish reason, cancelled, or the reason of the error."
+    help = "Requests that ended, each choice one, by finish reason, cancelled, or the reason of the error."
     yield counter("specdec_requests", help, outcomes, None, "outcome")
     labels = {"model_name": model_name, "engine": "0"}  # one engine, as vLLM counts them
     own = statistics_metrics(metrics.totals(), settings.num_speculative_tokens_max, labels)

@@ -37,14 +37,22 @@ class Appended(NamedTuple):
 
 
 class OutputProcessor:
-    """The output of one generation so far. `count`: output tokens, `max_tokens`: their limit."""
+    """The output of one generation so far. `count`: output tokens, `max_tokens`: their limit. `sure_end_ids`: stop
+    tokens that end it within min_tokens too, since nothing is legal after them."""
 
     def __init__(
-        self, stream: TextStream, stop: tuple[str, ...], stop_token_ids: Sequence[int], min_tokens: int, max_tokens: int
+        self,
+        stream: TextStream,
+        stop: tuple[str, ...],
+        stop_token_ids: Sequence[int],
+        min_tokens: int,
+        max_tokens: int,
+        sure_end_ids: Sequence[int] = (),
     ) -> None:
         self._stream = stream
         self._stop = stop
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._sure_end_ids = frozenset(sure_end_ids)
         self._min_tokens = min_tokens
         self.max_tokens = max_tokens
         self._held = ""
@@ -63,7 +71,8 @@ class OutputProcessor:
 
     def _append(self, token_id: int) -> tuple[str, Ending | None]:
         self.count += 1
-        if token_id in self._stop_token_ids and self.count > self._min_tokens:
+        is_sure = self.count > self._min_tokens or token_id in self._sure_end_ids
+        if token_id in self._stop_token_ids and is_sure:
             return self._release_all(), Ending(FinishReason.STOP, stop_token_id=token_id)
         released = self._stream.step(token_id)
         if self._stop:

@@ -61,7 +61,8 @@ class Placement(ABC):
         # Targets that refused or failed it since the last answer: until when, and the losses of that connection's peer.
         self._avoided: dict[Target, tuple[float, int]] = {}
         self._left: set[Draft] = set()  # drafts that could not draft for it
-        self._is_moving = False  # the round in flight was sent to more than one target
+        self._is_moving = False  # the round in flight was sent to more than one target, or to another than its choice's
+        self._is_follower = False  # a further choice of a request that has begun: no new text to any target
         self._lost: Lost | None = None  # why it seeks a target
         self._target_timer: asyncio.TimerHandle | None = None
         self._draft_timer: asyncio.TimerHandle | None = None
@@ -102,6 +103,18 @@ class Placement(ABC):
         self._step(events.TargetFound())
         self._attach_draft(is_late=False)
 
+    def _attach_after(self, first: Placement) -> None:
+        """Opens the session, a further choice of a request, at the target of the first one; if that takes no new text,
+        at another one."""
+        target, self._is_follower = first._target, True
+        if target is self._target and target.is_up:
+            self._attach()
+            return
+        self._fleet.movers[self] = None
+        self._lost = Lost("the target of the first choice is another one", "lost")
+        self._seek(target if target.is_up else None)
+        self._attach_draft(is_late=False)
+
     def _on_failure(self, failure: Failure) -> None:
         """A failure of the target's current session. Raises Lost if another target may do better, and what it is to the
         client if none can."""
@@ -121,7 +134,7 @@ class Placement(ABC):
         beyond the budget of retries; a text under way waits then."""
         self._avoid_target(error.retry_after_s or ASK_AGAIN_S)
         self._target.refused_one()
-        is_new, other = not self._output_count and not self._loss_count, self._next_target()
+        is_new, other = not (self._is_follower or self._output_count or self._loss_count), self._next_target()
         if is_new and (other is None or not self._fleet.may_retry(len(self._avoided))):
             raise error
         if other is None and not self._target_wait_s:
@@ -152,8 +165,12 @@ class Placement(ABC):
         old.detach(session.number)
         if old.link.is_up:
             old.send(Close(session.number, incarnation))
-        self._is_moving = True
         self._step(events.TargetLost(str(lost), lost.cause))
+        self._seek(target)
+
+    def _seek(self, target: Target | None = None) -> None:
+        """Goes on at this target, or another one, or waits for one."""
+        self._is_moving = True
         self._fleet.wait(self)
         self.on_target_up(target)
         if self in self._fleet.waiting and self._target_timer is None:

@@ -10,15 +10,18 @@ import asyncio
 import itertools
 import secrets
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.bad_words import bad_word_tokens
-from specdec.coordinator.fleet import Fleet
-from specdec.coordinator.generation import Generation
+from specdec.coordinator.choices import Choices
+from specdec.coordinator.fleet import Choice, Fleet
+from specdec.coordinator.generation import Generation, Reader
+from specdec.coordinator.grammars import Grammars, LegalRuns
 from specdec.coordinator.metrics import page_metrics
 from specdec.coordinator.output import Ending, OutputProcessor
 from specdec.coordinator.recording import Recorder
@@ -28,13 +31,15 @@ from specdec.coordinator.tracing import open_request
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.process_watch import ProcessWatch
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.report import Delta, Event, Finished, Started
+from specdec.protocol.limits import UINT64_MAX
+from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
 from specdec.protocol.tree_shape import path_count_max
-from specdec.protocol.types import Description, FinishReason, Proposer
+from specdec.protocol.types import Description, FinishReason, Proposer, ResolvedSamplingParams
 from specdec.rpc.convert_generate import (
     check_counts,
+    choice_count,
     coordinator_description_to_message,
     event_to_message,
     request_from_message,
@@ -57,12 +62,12 @@ POSITIONS_MAX_ASSUMED = 1 << 18  # of the target, for the message cap: the port 
 
 
 class Prompted(NamedTuple):
-    """A request, the tokens of its prompt, its output after the resumed tokens and the end that these reached, if any;
-    the tokens that it predicts, and those of its bad words."""
+    """A request, the tokens of its prompt, the output of each choice after the resumed tokens and the end that these
+    reached, if any; the tokens that it predicts, and those of its bad words."""
 
     request: GenerationRequest
     prompt: tuple[int, ...]
-    output: OutputProcessor
+    outputs: list[OutputProcessor]
     ending: Ending | None
     predicted: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...]
@@ -77,10 +82,11 @@ class Coordinator:
         self._settings = settings
         self._tracing = tracing
         self._tokenizer = tokenizer
+        self._grammars = Grammars(settings.tokenizer)
         self.metrics = CoordinatorMetrics()
         self.fleet = Fleet(settings, tokenizer.fingerprint, changed)
         self._numbers = itertools.count(1)
-        self._slots = asyncio.Semaphore(settings.max_num_seqs)
+        self._free_count = settings.max_num_seqs  # places for generations
         self._generations: set[Generation] = set()
         record_bytes_max = settings.record_mb_max << 20
         self.recorder = Recorder(settings.record, record_bytes_max) if settings.record is not None else None
@@ -95,42 +101,74 @@ class Coordinator:
     async def generate(
         self, message: coordinator_pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
-        """Runs one generation and yields its events; its work ends when this generator is closed."""
+        """Runs the generations of a request, one of each choice, and yields their events; their work ends when this
+        generator is closed."""
         caller, follows_caller = caller_trace(context.invocation_metadata()), self._settings.trace_parent_sampling
-        statistics = open_request(self.metrics, self._tracing, caller, follows_caller)
-        bind(trace_id=statistics.context.trace_id.hex())
+        request = open_request(self.metrics, self._tracing, caller, follows_caller)
+        requests: Sequence[RequestStatistics] = (request,)
+        bind(trace_id=request.context.trace_id.hex())
+        taken_count = 0
         try:
             model = self.fleet.served()
             if model is None:
                 raise ReplicaUnavailable(f"no target: {self.fleet.targets.absent_reason}")
-            if self._slots.locked():
-                raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
-            async with self._slots:
-                check_counts(message, model.positions_max)  # now, for what waits for a thread keeps its memory
-                generation, ending, model = await self._admit(message, model, statistics)
-                self._generations.add(generation)
-                deltas: list[Delta] = []
-                event: Event | None = None
-                try:
-                    generation.begin(ending)
-                    while not isinstance(event, Finished):
-                        event = await generation.next_event()
+            count = choice_count(message)
+            self._take_places(count)
+            taken_count = count
+            check_counts(message, model.positions_max)  # now, for what waits for a thread keeps its memory
+            prompted = await asyncio.to_thread(self._read, message, model)
+            legal_runs = await self._grammars.admit(
+                prompted.request, prompted.prompt, model, prompted.ending is not None
+            )
+            requests = request.choices(count)
+            choices, model = self._admit(prompted, legal_runs, model, requests)
+            deltas: list[list[Delta]] = [[] for _ in requests]
+            self._generations.update(choices.generations)
+            try:
+                choices.begin()
+                async with aclosing(choices.events()) as events:
+                    async for choice, event in events:
                         if self.recorder is not None and isinstance(event, Delta):
-                            deltas.append(event)
+                            deltas[choice].append(event)
                         for part in event.parts() if isinstance(event, Delta) else (event,):
-                            yield event_to_message(part, model)
-                finally:
-                    self._generations.discard(generation)
-                    generation.close()
-                    if self.recorder is not None:
-                        generation.record(self.recorder, deltas)
+                            yield event_to_message(part, model, choice)
+                        if isinstance(event, Finished) and taken_count > 1:  # the last place, when all is delivered
+                            taken_count -= 1
+                            self._free_count += 1
+            finally:
+                self._end(choices, deltas)
         except Exception as error:
-            statistics.failed(error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__))
+            known = error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__)
+            for own in requests:
+                if not own.outcome:
+                    own.failed(known)
             raise
         finally:
-            statistics.closed()
-            count = statistics.statistics.output_tokens
-            get_logger().info("generation ended", outcome=statistics.outcome, output_tokens=count)
+            self._free_count += taken_count
+            for own in dict.fromkeys((*requests, request)):
+                own.closed()
+            for own in requests:
+                output_count = own.statistics.output_tokens
+                get_logger().info("generation ended", outcome=own.outcome, output_tokens=output_count)
+
+    def _take_places(self, count: int) -> None:
+        """Takes the places of a request's choices, all or none. Raises InvalidRequest for more than there are,
+        CacheExhausted for more than are free."""
+        most = self._settings.max_num_seqs
+        if count > most:
+            raise InvalidRequest("sampling.n", count, f"at most this server's places for generations, {most}")
+        if count > self._free_count:
+            which = f"all {most} places" if not self._free_count else f"all but {self._free_count} of {most} places"
+            raise CacheExhausted(f"{which} for generations are taken")
+        self._free_count -= count
+
+    def _end(self, choices: Choices, deltas: list[list[Delta]]) -> None:
+        """Ends the generations of a request, and records what came of them."""
+        self._generations.difference_update(choices.generations)
+        choices.close()
+        if self.recorder is not None:
+            for generation, own in zip(choices.generations, deltas):
+                generation.record(self.recorder, own)
 
     def give_up(self) -> None:
         """Ends every generation because the service stops; the error of each contains how to resume it."""
@@ -151,9 +189,10 @@ class Coordinator:
         request.check_model(prompt, target)
         max_tokens = request.max_tokens(len(prompt), target.positions_max)
         sampling, stop_ids = request.sampling, request.stop_token_ids(target.end_token_ids)
-        stream = self._tokenizer.stream(prompt)
-        output = OutputProcessor(stream, sampling.stop, stop_ids, sampling.min_tokens, max_tokens)
-        resumed = output.append(request.resumed_token_ids)
+        sure_ends = () if sampling.grammar is None else target.end_token_ids
+        ends = sampling.stop, stop_ids, sampling.min_tokens, max_tokens, sure_ends
+        outputs = [OutputProcessor(self._tokenizer.stream(prompt), *ends) for _ in range(sampling.n)]
+        resumed = outputs[0].append(request.resumed_token_ids)
         if resumed.kept_count < len(request.resumed_token_ids):
             limit = f"at most {resumed.kept_count} tokens: the text ended there"
             raise InvalidRequest("resume.output_token_ids", len(request.resumed_token_ids), limit)
@@ -166,22 +205,57 @@ class Coordinator:
                 raise InvalidRequest("prediction.text", f"text of {len(predicted)} tokens", limit)
         ending = Ending(FinishReason.LENGTH) if not max_tokens and len(prompt) == 1 else resumed.ending
         bad_words = bad_word_tokens(sampling, self._tokenizer, target.vocabulary_size)
-        return Prompted(request, prompt, output, ending, predicted, bad_words)
+        return Prompted(request, prompt, outputs, ending, predicted, bad_words)
 
-    async def _admit(
-        self, message: coordinator_pb.GenerateRequest, model: Description, statistics: RequestStatistics
-    ) -> tuple[Generation, Ending | None, Description]:
-        """Returns the generation, not yet begun, its end if the resumed tokens reached it, and the model of its target,
-        whose numerics may be others than those of `model`. Raises SpecdecError."""
-        request, prompt, output, ending, predicted, bad_words = await asyncio.to_thread(self._read, message, model)
-        number, fleet = next(self._numbers), self.fleet
-        length_max = len(prompt) + max(1, output.max_tokens)
-        committed = [*prompt, *request.resumed_token_ids]
-        choice = fleet.choose(request, number, model, committed, length_max)
-        target = choice.model
-        params = request.params(choice.rule, len(prompt), secrets.randbits(64), target.end_token_ids, bad_words)
+    def _admit(
+        self,
+        prompted: Prompted,
+        legal_runs: Sequence[LegalRuns | None],
+        model: Description,
+        requests: Sequence[RequestStatistics],
+    ) -> tuple[Choices, Description]:
+        """Returns the generations, not yet begun, and the model of their target, whose numerics may be others than
+        those of `model`. Raises SpecdecError."""
+        request, prompt, outputs, ending, _, bad_words = prompted
+        length_max = len(prompt) + max(1, outputs[0].max_tokens)
+        tokens = [*prompt, *request.resumed_token_ids]
+        number = next(self._numbers)
+        choice = self.fleet.choose(request, number, model, tokens, length_max)
+        drawn_seed, ends = secrets.randbits(64), choice.model.end_token_ids
+        params = request.params(choice.rule, len(prompt), drawn_seed, ends, bad_words)
+        bind(session=number, **({"label": request.label} if request.label else {}))
+        generations: list[Generation] = []
+        reader = Reader()
+        for index, (output, statistics) in enumerate(zip(outputs, requests, strict=True)):
+            if index:
+                number, choice = next(self._numbers), self.fleet.again(choice, request)
+            own = replace(params, seed=(params.seed + index) & UINT64_MAX)
+            session = self._session(number, own, length_max, choice, prompted, legal_runs[index])
+            reason = choice.rule_reason
+            started = Started(statistics.request_id, own.seed, choice.rule, len(prompt), output.max_tokens, reason)
+            statistics.admitted(request, started, choice)
+            get_logger().info("generation", request_id=started.request_id, rule=own.rule.name)
+            reported = request.speculative.report_rounds, request.speculative.report_statistics
+            observed = self.fleet, statistics, *reported, self._settings.target_wait_s, reader
+            generations.append(Generation(session, output, started, choice, *observed))
+        return Choices(generations, ending), choice.model
+
+    def _session(
+        self,
+        number: int,
+        params: ResolvedSamplingParams,
+        length_max: int,
+        choice: Choice,
+        prompted: Prompted,
+        legal_runs: LegalRuns | None,
+    ) -> Session:
+        request, fleet, target = prompted.request, self.fleet, choice.model
+        committed = [*prompted.prompt, *request.resumed_token_ids]
         has_trees, cap = self._settings.draft_siblings_max > 0, choice.policy.draft_length_cap
-        session = Session(
+        local = fleet.local_proposers(choice, request, committed, prompted.predicted)
+        if legal_runs is not None and Proposer.GRAMMAR in choice.proposers:
+            local.append(legal_runs)
+        return Session(
             number,
             params,
             length_max,
@@ -189,22 +263,13 @@ class Coordinator:
             choice.policy,
             committed,
             request.cache_salt,
-            fleet.local_proposers(choice, request, committed, predicted),
+            local,
             path_count_max(target.cache, length_max, cap) if has_trees else 1,
             Calibration(fleet.calibration, SESSION_OUTCOMES),
             Proposer.HEADS in choice.proposers,
-            scored_index=int(request.scores_prompt and len(prompt) > 1),
+            legal_runs,
+            int(request.scores_prompt and len(prompted.prompt) > 1),
         )
-        reason = choice.rule_reason
-        started = Started(statistics.request_id, params.seed, choice.rule, len(prompt), output.max_tokens, reason)
-        bind(session=session.number, **({"label": request.label} if request.label else {}))
-        statistics.admitted(request, started, choice)
-        get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
-        reported = request.speculative.report_rounds, request.speculative.report_statistics
-        generation = Generation(
-            session, output, started, choice, fleet, statistics, *reported, self._settings.target_wait_s
-        )
-        return generation, ending, choice.model
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context

@@ -8,6 +8,7 @@ loop, read from any thread.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from specdec.coordinator.deadlines import OVERDUE
 from specdec.coordinator.fleet import Choice
@@ -24,6 +25,7 @@ from specdec.telemetry.metrics import Histogram
 CANCELLED = "cancelled"
 FINISHES = tuple(reason.name.lower() for reason in FinishReason)
 OUTCOMES = (*FINISHES, CANCELLED, *REASONS)
+CHOICES = "choices"  # the outcome of a request whose choices have their own
 ABORT, ERROR = "abort", "error"  # vLLM's finished reasons of texts that did not end
 # The bounds of vLLM's histograms (vllm/v1/metrics/loggers.py), which boards select by value, and finer ones below them.
 _MINUTES_S = (7.5, 10.0, 20.0, 40.0, 80.0)
@@ -97,8 +99,19 @@ class RequestStatistics:
         self.context = context
         self.request_id = request_id
         self.statistics = Statistics()
-        self.outcome = ""  # one of OUTCOMES; empty before the end
+        self.outcome = ""  # one of OUTCOMES, or CHOICES; empty before the end
         self._metrics = metrics
+
+    def choices(self, count: int) -> Sequence[RequestStatistics]:
+        """Returns the statistics of each choice of a request that is about to be admitted: these, of a single one; of
+        several each has its own, counts as a request, and nothing is counted here any more."""
+        if count == 1:
+            return (self,)
+        self.outcome = CHOICES
+        return [self._of_choice(index) for index in range(count)]
+
+    def _of_choice(self, index: int) -> RequestStatistics:
+        return RequestStatistics(self._metrics, self.context, self.request_id)
 
     def in_context(self, item: TargetItem | DraftItem) -> TargetItem | DraftItem:
         """Returns an item of its generation with the trace context that it is sent in."""

@@ -77,8 +77,9 @@ def open_request(
 
 
 class RequestTrace(RequestStatistics):
-    """A request with a recorded trace: it keeps the records, notes and messages of the group in progress. It belongs to
-    one event loop; no method blocks or raises."""
+    """A request with a recorded trace: it keeps the records, notes and messages of the group in progress. Of several
+    choices each has a `Generate` below the request's `Choices`. It belongs to one event loop; no method blocks or
+    raises."""
 
     def __init__(
         self, metrics: CoordinatorMetrics, context: Trace, request_id: str, tracing: Tracing, parent_id: bytes = b""
@@ -100,6 +101,16 @@ class RequestTrace(RequestStatistics):
         self._choice: Choice | None = None  # None before it is made
         self._names = TraceNames(context.trace_id, context.span_id, parent_id, draft=DRAFT_SERVICE)
         self._sent_s: float | None = None  # None: nothing is in flight
+        self._choices: list[RequestTrace] = []  # of a request with several
+        self._kind = SpanKind.SERVER  # a choice is a part of its call
+
+    def _of_choice(self, index: int) -> RequestTrace:
+        context = Trace(self.context.trace_id, drawn_span_id(), sampled=True)
+        own = RequestTrace(self._metrics, context, self.request_id, self._tracing, self.context.span_id)
+        own._kind = SpanKind.INTERNAL
+        own._attributes["specdec.choice"] = index
+        self._choices.append(own)
+        return own
 
     def in_context(self, item: TargetItem | DraftItem) -> TargetItem | DraftItem:
         group = self._group
@@ -261,12 +272,26 @@ class RequestTrace(RequestStatistics):
     def closed(self) -> None:
         super().closed()
         self._leave_group()
-        if not {"error.type", "gen_ai.response.finish_reasons"} & self._attributes.keys():
+        if self._choices:
+            self._close_choices()
+        elif not {"error.type", "gen_ai.response.finish_reasons"} & self._attributes.keys():
             self._attributes["specdec.cancelled"] = True
         said = {**self._attributes, **milliseconds(**self._times._asdict()), **self._troubles()}
-        more: dict[str, Any] = {"kind": SpanKind.SERVER, "attributes": said, "error": self._error}
+        more: dict[str, Any] = {"kind": self._kind, "attributes": said, "error": self._error}
         ids = self._names.root_id, self._names.parent_id
-        self._record((self._names.span("Generate", *ids, self._began_s, time.monotonic(), **more),))
+        name = "Choices" if self._choices else "Generate"
+        self._record((self._names.span(name, *ids, self._began_s, time.monotonic(), **more),))
+
+    def _close_choices(self) -> None:
+        """All choices are closed: says what they are together."""
+        own = [choice.statistics for choice in self._choices]
+        self._error = next(filter(None, (choice._error for choice in self._choices)), "")
+        self._attributes |= {
+            "specdec.request_id": self.request_id,
+            "specdec.choices": len(own),
+            "gen_ai.usage.input_tokens": own[0].prompt_tokens,
+            "gen_ai.usage.output_tokens": sum(each.output_tokens for each in own),
+        }
 
     def _troubles(self) -> dict[str, AttributeValue]:
         """Returns attributes to search for: what happened to this request, where it did."""

@@ -16,11 +16,13 @@ from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.token_path import TokenPath
 from specdec.draft_service.pace import Pace
 from specdec.draft_service.session import DraftSession
+from specdec.draft_service.tracing import draft_span
 from specdec.engine.retokenizer import Reading, Retokenizer
 from specdec.engine.scheduling.feed import Feed, StepTiming
 from specdec.engine.scheduling.runner import StepReport
 from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
-from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
+from specdec.errors import CacheExhausted, GrammarFailed, InvalidRequest, SpecdecError
+from specdec.grammar.jobs import MaskThreads, session_grammar
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import LIKELIHOOD_MIN, GrowingNode, GrowingTree
 from specdec.protocol.items import Commit, Extend, MissingTokens, Nodes, Open
@@ -28,7 +30,7 @@ from specdec.protocol.limits import UINT32_MAX, check_token_ids
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule
 from specdec.replica.handler import ABANDONED_S, Reply, check_params_tokens
-from specdec.telemetry.spans import Span, SpanKind, draft_span_id
+from specdec.replica.masks import posting
 from specdec.telemetry.tracing import Tracing
 
 BRANCH_COUNT = 3  # guesses beside the proposal child; a fourth would be right once in thirty misses
@@ -62,9 +64,11 @@ class Drafter:
         description: Description,
         tracing: Tracing | None = None,
         retokenizer: Retokenizer | None = None,
+        grammars: MaskThreads | None = None,
     ) -> None:
         self.description = description
         self._retokenizer = retokenizer
+        self._grammars = grammars
         self._engine = engine
         self._tracing = tracing or Tracing()
         self._calibration = Calibration()
@@ -120,10 +124,11 @@ class Drafter:
 
     def open(self, item: Open, reply: Reply) -> DraftSession:
         """Returns a session without blocks; its commits take them."""
+        grammar = session_grammar(self._grammars, item.params, item.vocabulary_size)
         table = self._engine.cache.open(self._cell_count(item))
         growth = GrowingTree(item.params.rule, self._calibration)
         reading = Reading(self._retokenizer) if self._retokenizer else None
-        session = DraftSession(item, table, reply, self._engine.cache, growth, reading)
+        session = DraftSession(item, table, reply, self._engine.cache, growth, reading, grammar)
         self._sessions[session] = None
         return session
 
@@ -178,8 +183,27 @@ class Drafter:
         session.wait_length = item.wait_length
         session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
         session.group = item.trace
-        self._growing[session] = None
+        self._grow_when_ready(session)
         return None
+
+    def _grow_when_ready(self, session: DraftSession) -> None:
+        """Lets a session's tree grow, once its grammar is compiled. Raises its error, GrammarFailed where masks would
+        keep the others waiting."""
+        if session.grammar is not None:
+
+            def grow() -> None:
+                if session in self._sessions and session.growth.root is not None:
+                    try:
+                        self._grow_when_ready(session)
+                    except SpecdecError as error:
+                        self._failed(session, error)
+
+            if not session.grammar.is_ready(posting(self._engine, grow)):
+                return
+            if session.grammar.is_slow:
+                self._growing.pop(session, None)
+                raise GrammarFailed("the masks of this grammar take too long to draft under it")
+        self._growing[session] = None
 
     def _cell_count(self, item: Open) -> int:
         """Returns the number of cells for a session of full length and its tree."""
@@ -290,7 +314,7 @@ class Drafter:
             start_position=session.table.length,
             token_ids=token_ids,
             logit_count=len(nodes),
-            payload=requests,
+            payload=session.masked(requests, paths),
             done=partial(self._evaluated, session, nodes, names),
             failed=partial(self._failed, session),
             paths=[[node.cell for node in path] for path in paths if path],
@@ -373,16 +397,3 @@ def give_back_unlikely(chosen: dict[DraftSession, list[GrowingNode]]) -> None:
         chosen[session].remove(node)
         if session.nodes_per_step > 1:  # a chain's node stays in its tree
             session.growth.give_back(node)
-
-
-def draft_span(session: DraftSession, nodes: Nodes, began_s: float, sent_s: float, session_count: int) -> Span:
-    """Returns the span of one detailed message, from the start of its step to its sending, below the group of the last
-    commit. The coordinator derives the same id for its links."""
-    request, group = session.opened.trace, session.group
-    attributes = {
-        "specdec.draft_tokens": len(nodes.nodes),
-        "specdec.step_rows": nodes.step_rows,
-        "specdec.step_sessions": session_count,
-    }
-    ids = (request.trace_id, draft_span_id(request.span_id, nodes), group.span_id)
-    return Span("draft", *ids, began_s, sent_s, SpanKind.SERVER, attributes)

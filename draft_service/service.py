@@ -11,9 +11,11 @@ from specdec.draft_service.drafter import BRANCH_COUNT, TREE_CELLS, Drafter, Dra
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.scheduling.feed import Feed
 from specdec.engine.scheduling.scheduler import Engine
+from specdec.grammar.jobs import MaskThreads
 from specdec.protocol.limits import TOKENS_MAX
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
 from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
+from specdec.replica.masks import tokenizer_of, with_masks
 from specdec.telemetry.logs import get_logger
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -33,13 +35,15 @@ def sample_feed(table: BlockTable, context_length: int, row_count: int) -> Draft
 
 
 def make_drafter(
-    engine: Engine[list[ProposalRequest], list[Proposal]], description: Description, _: Any, tracing: Tracing
+    engine: Engine[list[ProposalRequest], list[Proposal]], description: Description, settings: Any, tracing: Tracing
 ) -> Drafter:
     """Returns the service of a loaded draft."""
     vocabulary = engine.model.description.vocabulary
     relation = description.draft_vocabulary_sentence or "the draft proposes every token of its tokenizer"
     get_logger().info("vocabulary", relation=relation)
-    return Drafter(engine, description, tracing, vocabulary.retokenizer if vocabulary else None)
+    retokenizer = vocabulary.retokenizer if vocabulary else None
+    tokenizer = tokenizer_of(settings.model) if retokenizer is None else lambda: retokenizer.target
+    return Drafter(engine, description, tracing, retokenizer, MaskThreads(tokenizer))
 
 
 DRAFT: ReplicaKind[list[ProposalRequest], list[Proposal]] = ReplicaKind(
@@ -47,7 +51,7 @@ DRAFT: ReplicaKind[list[ProposalRequest], list[Proposal]] = ReplicaKind(
     service="specdec.v1.DraftService",
     stream_method="Draft",
     messages=(draft_pb.DraftRequest, draft_pb.DraftResponse),
-    sampler=proposals,
+    sampler=with_masks(proposals),
     make_service=make_drafter,
     sample_feed=sample_feed,
     has_stable_rows=False,

@@ -11,12 +11,23 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from specdec.decoding.proposal import ProposalRequest
 from specdec.decoding.token_path import TokenCounts
 from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.retokenizer import Reading
+from specdec.grammar.jobs import Masks, SessionGrammar
 from specdec.protocol.growth import NO_CELL, GrowingNode, GrowingTree
 from specdec.protocol.items import NO_TRACE, DraftNode, Trace
 from specdec.replica.handler import ReplicaSession
+
+
+class MaskedNodes(list[ProposalRequest]):
+    """Nodes of one session under a grammar, whose masks are begun."""
+
+    def __init__(self, requests: Sequence[ProposalRequest], masks: Masks) -> None:
+        super().__init__(requests)
+        self.masks = masks
+        masks.begin(lambda: None)
 
 
 @dataclass(eq=False)
@@ -27,12 +38,13 @@ class DraftSession(ReplicaSession):
     `committed_s`: when its last commit arrived. `reading`: of a draft with another tokenizer. `wait_length`: of the
     proposal path that a verification waits for. `grown`: nodes to send; `held_step_count`: steps that ended since the
     first of them. `traced_step_count`: the number of next steps recorded in detail, below the span of `group`.
-    `worked_s`: of steps since the item before. `counts`: of its tokens, for penalties.
+    `worked_s`: of steps since the item before. `counts`: of its tokens, for penalties. `grammar`: None without.
     """
 
     cache: KVCache
     growth: GrowingTree
     reading: Reading | None = None
+    grammar: SessionGrammar | None = None
     secret: int = field(default_factory=lambda: secrets.randbits(64))
     committed_s: float = 0.0
     window: int = 0
@@ -76,6 +88,13 @@ class DraftSession(ReplicaSession):
     def free_cell_count(self) -> int:
         """The number of cells for further tokens."""
         return self.cell_end - self.table.length - len(self.nodes)
+
+    def masked(self, requests: list[ProposalRequest], paths: Sequence[Sequence[GrowingNode]]) -> list[ProposalRequest]:
+        """Returns the requests of nodes, each after its path, with the masks of its grammar if it has one."""
+        if self.grammar is None or not requests:
+            return requests
+        below = [[node.token_id for node in path] for path in paths]
+        return MaskedNodes(requests, self.grammar.nodes(self.tokens, below))
 
     def place(self, node: GrowingNode) -> None:
         """Gives a node that is about to be evaluated one of the free cells, of which there must be one."""

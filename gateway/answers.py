@@ -346,7 +346,8 @@ class Answer:
     def _ending(self) -> dict[str, Any]:
         """Returns usage, and the metrics of a single text."""
         finished = [own.finished for own in self.choices if own.finished is not None]
-        cached_count = sum(own.statistics.cached_prompt_tokens for own in finished)
+        firsts = [own.finished for own in self.choices[:: self._body.n] if own.finished is not None]  # read the prompt
+        cached_count = sum(own.statistics.cached_prompt_tokens for own in firsts)
         usage = self._usage() | {"prompt_tokens_details": {"cached_tokens": cached_count}}
         if self._body.prediction is not None:
             accepted = sum(own.statistics.num_prediction_accepted_tokens for own in finished)

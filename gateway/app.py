@@ -100,17 +100,17 @@ class Gateway:
             kwargs = dict(body.chat_template_kwargs or {})
             if body.reasoning_effort is not None:
                 kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-            tools = body.tools if body.tool_choice != "none" else None
+            tools = body.offered_tools
+            grammar = body.call_grammar(self._call_format, self._prompts.special_id)
             begins = (
                 not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
             )
             prompt_ids = await self._prompts.encode_chat(
-                plain(body.messages), positions_max, plain(tools), kwargs, begins, body.continue_final_message
+                plain(body.messages), positions_max, plain(tools) or None, kwargs, begins, body.continue_final_message
             )
-            parser = self._parser(tools)
-            return await self._generate(request, body, [prompt_ids], parser)
+            return await self._generate(request, body, [prompt_ids], grammar, tools)
 
-    def _parser(self, tools: Sequence[Tool] | None) -> ToolCallParser | None:
+    def _parser(self, tools: Sequence[Tool]) -> ToolCallParser | None:
         if not tools or self._call_format is None:
             return None
         mark_id = self._prompts.special_id(MARKS[self._call_format])
@@ -118,33 +118,36 @@ class Gateway:
 
     async def _complete(self, request: HttpRequest) -> Response:
         body = await self._read(request, CompletionRequest)
-        if len(body.prompt) > 1 and (body.speculative.statistics or body.speculative.rounds):
-            sentence = "speculative.statistics and speculative.rounds are of a single prompt"
-            raise HttpError(400, sentence, "invalid_value", "speculative")
         for prompt in body.prompt:
             if isinstance(prompt, str):
                 check_length(prompt, self._coordinators.description.target.positions_max, "prompt")
         async with Watched(request.receive, self.running):
-            return await self._generate(request, body, body.prompt, None)
+            return await self._generate(request, body, body.prompt, body.grammar)
 
     async def _generate(
         self,
         request: HttpRequest,
         body: ChatRequest | CompletionRequest,
         given: Sequence[str | list[int]],
-        parser: ToolCallParser | None,
+        grammar: dict[str, Any] | None,
+        tools: Sequence[Tool] = (),
     ) -> Response:
         """Starts all texts, then returns their stream, or their whole answer."""
+        if len(given) * body.n > 1 and (body.speculative.statistics or body.speculative.rounds):
+            sentence = "speculative.statistics and speculative.rounds are of a single choice"
+            raise HttpError(400, sentence, "invalid_value", "speculative")
         described = self._coordinators.description
         positions_max = described.target.positions_max
         whole = await given_prompts(body, given, self._prompts, positions_max)
         salt = salt_of(request.scope.get(IDENTITY), body.cache_salt)
-        requests = make_requests(body, given, self._prompts, positions_max, salt, self._defaults)
+        requests = make_requests(body, given, self._prompts, positions_max, salt, self._defaults, grammar)
         trace = request.headers.get("traceparent")
         metadata = [("traceparent", trace)] if trace and trace.isascii() else []
         streams = [self._coordinators.messages(own, body.has_statistics, metadata) for own in requests]
+        count = len(streams) * body.n
         choices = [
-            Choice(index, body, self._prompts, parser, whole[index] if whole else None) for index in range(len(streams))
+            Choice(index, body, self._prompts, self._parser(tools), whole[index // body.n] if whole else None)
+            for index in range(count)
         ]
         try:
             await start_all(streams, choices)

@@ -11,11 +11,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from specdec.client.merging import merged
 from specdec.gateway.answers import Answer, Choice, Part
 from specdec.gateway.errors import HttpError, error_from
 from specdec.gateway.gate import CLIENT_GONE, Watched
 from specdec.gateway.stream import Response as GrpcResponse
-from specdec.gateway.stream import merged
 from specdec.telemetry.logs import get_logger
 
 PING_S = 10.0  # silence after which a comment is sent: proxies cut at 50 to 60 s, some clients at 20
@@ -94,12 +94,14 @@ def chunk(data: bytes) -> dict[str, Any]:
 
 
 async def start_all(streams: Sequence[AsyncGenerator[GrpcResponse, None]], choices: Sequence[Choice]) -> None:
-    """Waits for the start of all texts. Raises the first error, and has closed all streams then."""
+    """Waits for the start of all streams, which is that of their first choices. Raises the first error, and has closed
+    all streams then."""
+    count = len(choices) // len(streams)
 
     async def start(stream: AsyncGenerator[GrpcResponse, None], choice: Choice) -> None:
         choice.started = (await anext(stream)).started
 
-    tasks = [asyncio.create_task(start(stream, choice)) for stream, choice in zip(streams, choices)]
+    tasks = [asyncio.create_task(start(stream, choice)) for stream, choice in zip(streams, choices[::count])]
     try:
         await asyncio.gather(*tasks)
     except BaseException:
@@ -113,11 +115,11 @@ async def start_all(streams: Sequence[AsyncGenerator[GrpcResponse, None]], choic
 async def parts_of(
     streams: list[AsyncGenerator[GrpcResponse, None]], choices: list[Choice]
 ) -> AsyncGenerator[tuple[Choice, Part], None]:
-    """Yields the parts of all texts until each has ended."""
-    left = len(choices)
+    """Yields the parts of all texts until each has ended; a stream has as many choices as any other."""
+    left, count = len(choices), len(choices) // len(streams)
     async with aclosing(merged(streams)) as responses:
         async for index, response in responses:
-            choice = choices[index]
+            choice = choices[index * count + response.choice]
             if response.HasField("prompt_logprobs"):
                 choice.take_prompt(response.prompt_logprobs)
             if choice.has_ended or not (response.HasField("delta") or response.HasField("finished")):

@@ -24,6 +24,7 @@ OTHER_FORM = (
     "logprobs",
     "n",
     "prompt_logprobs",
+    "grammar",
     "bad_words",
     "allowed_token_ids",
 )
@@ -82,11 +83,11 @@ def _refused(name: str, meaning: str, *neutral: Any, where: tuple[str, ...] = BO
     return Field(name, Fate.REFUSED, meaning, where, neutral)
 
 
-GRAMMAR = "output under a grammar is not offered"
+GUIDED = "use `structured_outputs`"
 TABLE = (
     _honoured("model", "the served name; another is 404"),
     _honoured("messages", "the prompt, by the model's chat template; `prompt.token_ids`", (CHAT,)),
-    _honoured("prompt", "text or token ids, or at most 64 of them: a choice each", (COMPLETIONS,)),
+    _honoured("prompt", "text or token ids, or at most 64 of them: `n` choices each", (COMPLETIONS,)),
     _honoured(
         "max_completion_tokens",
         "`sampling.max_tokens`; chat without: what fits; completions: 16; 0 with log-probabilities of the prompt only",
@@ -96,6 +97,8 @@ TABLE = (
     _honoured("top_k", "`sampling.top_k`; -1 is all, as 0"),
     _honoured("logit_bias", "`sampling.logit_bias`"),
     _honoured("seed", "`sampling.seed`: its 64 bits, also of a negative one"),
+    _honoured("n", "`sampling.n`, 1 to 16: choice i has seed + i, and of several prompts n choices each, in order"),
+    _honoured("best_of", "as `n`, or absent: all texts are returned, none is picked", (COMPLETIONS,)),
     _honoured("stop", "`sampling.stop`; the text of a special token is its id in `sampling.stop_token_ids` too"),
     _honoured("stop_token_ids", "`sampling.stop_token_ids`"),
     _honoured("bad_words", "`sampling.bad_words`"),
@@ -114,8 +117,23 @@ TABLE = (
     _honoured("prediction", "`prediction.text`: guesses, never a change of the text"),
     _honoured("cache_salt", "`cache_salt`, with the name of the key"),
     _honoured("speculative", "`speculative`; also `statistics` and `rounds` of the answer"),
-    _honoured("tools", "given to the template; calls in the text are `tool_calls`", (CHAT,)),
-    _honoured("tool_choice", "`auto`, or `none`: as without `tools`", (CHAT,)),
+    _honoured(
+        "tools",
+        "given to the template; calls in the text are `tool_calls`; of a tool with `strict` only with arguments of its "
+        "schema",
+        (CHAT,),
+    ),
+    _honoured(
+        "tool_choice",
+        "`auto`; `none`: as without `tools`; `required`, or one tool by its name: a call, under a grammar",
+        (CHAT,),
+    ),
+    _honoured("response_format", "`json_schema` and `json_object`: `sampling.grammar`; with tools that, or calls"),
+    _honoured(
+        "structured_outputs",
+        "`json`, `json_object`, `regex`, `choice`, or `grammar` in Lark: `sampling.grammar`; "
+        "`disable_any_whitespace` false: its `allow_whitespace`",
+    ),
     _honoured("parallel_tool_calls", "false: the answer ends after its first call", (CHAT,)),
     _honoured("add_generation_prompt", "of the template; true by default", (CHAT,)),
     _honoured("continue_final_message", "the answer continues the last message", (CHAT,)),
@@ -127,17 +145,13 @@ TABLE = (
     _metadata("prompt_cache_key", "prefixes are found by their tokens"),
     _metadata("store", "false only: nothing is stored"),
     _metadata("service_tier", "`auto` or `default`: there is one"),
-    _refused("n", "several texts a prompt are not offered", 1),
-    _refused("best_of", "several texts a prompt are not offered", 1, where=(COMPLETIONS,)),
     _refused("use_beam_search", "text is drawn, not searched", False),
     _refused("length_penalty", "of beam search", 1, 1.0),
     _refused("suffix", "text is not inserted", "", where=(COMPLETIONS,)),
-    _refused("response_format", GRAMMAR, {"type": "text"}, where=(CHAT,)),
-    _refused("structured_outputs", GRAMMAR),
-    _refused("guided_json", GRAMMAR),
-    _refused("guided_regex", GRAMMAR),
-    _refused("guided_choice", GRAMMAR),
-    _refused("guided_grammar", GRAMMAR),
+    _refused("guided_json", GUIDED),
+    _refused("guided_regex", GUIDED),
+    _refused("guided_choice", GUIDED),
+    _refused("guided_grammar", GUIDED),
     _refused("logits_processors", "no code of clients is run", []),
     _refused("functions", "use `tools`", [], where=(CHAT,)),
     _refused("function_call", "use `tool_choice`", "none", "auto", where=(CHAT,)),

@@ -40,10 +40,12 @@ def make_requests(
     positions_max: int,
     salt: str,
     defaults: Mapping[str, Any],
+    grammar: Mapping[str, Any] | None,
 ) -> list[Request]:
-    """Returns the request of each prompt in `given`; `defaults`: sampling parameters where the body has none. Raises
-    HttpError for token ids that do not fit the model, ConfigError for a value that does not fit its message."""
-    fields = sampling_fields(body, prompts, defaults) | speculative_fields(body.speculative)
+    """Returns the request of each prompt in `given`, whose answers have this grammar; `defaults`: sampling parameters
+    where the body has none. Raises HttpError for token ids that do not fit the model, ConfigError for a value that does
+    not fit its message."""
+    fields = sampling_fields(body, prompts, defaults) | speculative_fields(body.speculative) | {"grammar": grammar}
     prediction = body.prediction.text if body.prediction else ()
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     made = []
@@ -71,6 +73,7 @@ def sampling_fields(body: Generation, prompts: Prompts, defaults: Mapping[str, A
     stop_ids = [*(body.stop_token_ids or ()), *(token_id for token_id in special if token_id is not None)]
     return fields | {
         "seed": None if body.seed is None else body.seed & SEED_MASK,
+        "n": body.n if body.n > 1 else None,
         "stop": body.stops,
         "stop_token_ids": list(dict.fromkeys(stop_ids)),
         "bad_words": body.bad_words or (),

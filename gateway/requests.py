@@ -6,6 +6,8 @@ known to `fields`; ranges of sampling parameters are the coordinator's, whose er
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model, model_validator
@@ -13,13 +15,24 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from specdec.client.request import FIELDS, WORDS
+from specdec.gateway.calls import Format
 from specdec.gateway.fields import CHAT, COMPLETIONS, SAME_FORM
+from specdec.gateway.grammars import (
+    ANY_OBJECT,
+    NamedChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+    call_grammar,
+)
 from specdec.gateway.strict import NAME_LENGTH_MAX, Strict, bounded_json
 from specdec.protocol.fields import (
     ALLOWED_TOKEN_IDS_COUNT_MAX,
     BAD_WORDS_COUNT_MAX,
     LOGIT_BIAS_COUNT_MAX,
     MEANINGS,
+    N_MAX,
+    N_MIN,
     STOP_COUNT_MAX,
     STOP_TOKEN_IDS_COUNT_MAX,
 )
@@ -138,7 +151,7 @@ class Function(Strict):
     name: Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -146,13 +159,6 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
-
-
-def _check_choice(value: Any) -> Any:
-    if value not in ("auto", "none"):
-        why = "only auto and none are supported: a required or named call needs a grammar"
-        raise PydanticCustomError("unsupported_parameter", "{why}", {"why": why})
-    return value
 
 
 def _check_prompt(value: Any) -> Any:
@@ -216,6 +222,7 @@ class Generation(SamplingParams):
         Annotated[dict[str, float], Field(max_length=LOGIT_BIAS_COUNT_MAX), AfterValidator(_check_biases)] | None
     ) = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    n: Annotated[int, Field(ge=N_MIN, le=N_MAX)] = Field(1, description=MEANINGS["SamplingParams.n"])
     stop: Text | Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKEN_IDS_COUNT_MAX, fail_fast=True)] | None = Field(
         None, description=MEANINGS["SamplingParams.stop_token_ids"]
@@ -232,6 +239,8 @@ class Generation(SamplingParams):
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)] | None = None
     speculative: Speculative = Speculative()
     user: Name | None = None
@@ -252,7 +261,25 @@ class Generation(SamplingParams):
             raise PydanticCustomError("invalid_value", "stream_options needs stream: true")
         if self.prompt_logprobs is not None and self.stream:
             raise PydanticCustomError("invalid_value", "prompt_logprobs needs stream: false")
+        if self.answer_schema is not None and self.structured_outputs is not None:
+            raise PydanticCustomError(
+                "invalid_value",
+                "response_format and structured_outputs exclude each other",
+                {"param": "structured_outputs"},
+            )
         return self
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The schema of `response_format`."""
+        return None if self.response_format is None else self.response_format.answer_schema
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The grammar of the answer without calls; None for any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.grammar
+        return None if self.answer_schema is None else {"json_schema": json.dumps(self.answer_schema)}
 
     @property
     def output_count_max(self) -> int | None:
@@ -290,9 +317,7 @@ class ChatRequest(Generation):
     tools: (
         Annotated[list[Tool], Field(max_length=TOOL_COUNT_MAX, fail_fast=True), bounded_json(TOOLS_BYTES_MAX)] | None
     ) = None
-    tool_choice: Annotated[
-        Any, AfterValidator(_check_choice), WithJsonSchema({"enum": ["auto", "none"], "type": "string"})
-    ] = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -305,7 +330,47 @@ class ChatRequest(Generation):
             raise PydanticCustomError("invalid_value", "top_logprobs needs logprobs: true")
         if self.continue_final_message and self.add_generation_prompt:
             raise PydanticCustomError("invalid_value", "continue_final_message excludes add_generation_prompt: true")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+        if named is not None and all(tool.function.name != named for tool in self.tools or ()):
+            raise PydanticCustomError(
+                "invalid_value", "tool_choice names no tool that is given", {"param": "tool_choice"}
+            )
+        if self.is_call_demanded and not self.tools:
+            raise PydanticCustomError("invalid_value", "tool_choice: required needs tools", {"param": "tool_choice"})
+        if self.structured_outputs is not None and self.offered_tools:
+            raise PydanticCustomError(
+                "invalid_value",
+                "structured_outputs excludes tools; use response_format",
+                {"param": "structured_outputs"},
+            )
         return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def is_call_demanded(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
+
+    def call_grammar(self, format: Format | None, special_id: Callable[[str], int | None]) -> dict[str, Any] | None:
+        """Returns the grammar of the answer with calls in a format; `special_id` finds special tokens by their text.
+        Raises HttpError where calls must have a form that is not known."""
+        tools, is_demanded, schema = self.offered_tools, self.is_call_demanded, self.answer_schema
+        is_strict = any(tool.function.strict for tool in tools)
+        if not (is_demanded or is_strict or (tools and schema is not None and format is not None)):
+            return self.grammar
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+        schemas = {
+            tool.function.name: ANY_OBJECT if own is None or not (is_demanded or tool.function.strict) else own
+            for tool in tools
+            for own in [tool.function.parameters]
+            if named in (None, tool.function.name)
+        }
+        other: Any = "nothing" if is_demanded else "text" if schema is None else schema
+        return call_grammar(schemas, format, special_id, not self.parallel_tool_calls or named is not None, other)
 
 
 class CompletionRequest(Generation):
@@ -315,6 +380,14 @@ class CompletionRequest(Generation):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     echo: bool = False
+    best_of: Annotated[int, Field(ge=N_MIN, le=N_MAX)] | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            facts = {"param": "best_of", "n": self.n}
+            raise PydanticCustomError("invalid_value", "{param} must be n, {n}: all texts are returned", facts)
+        return self
 
 
 class TokenizeRequest(Strict):

@@ -14,8 +14,9 @@ from contextlib import aclosing
 
 from grpc_health.v1 import health_pb2
 
+from specdec.client.merging import merged
 from specdec.client.request import Request
-from specdec.client.stream import METHOD, Continuation
+from specdec.client.stream import METHOD, Choices, Continuation, so_far
 from specdec.errors import CacheExhausted, DeliveryStalled, Mismatch, ReplicaUnavailable, SpecdecError
 from specdec.gateway.metrics import GatewayMetrics
 from specdec.gateway_settings import GatewaySettings
@@ -152,12 +153,19 @@ class Coordinators:
     ) -> AsyncGenerator[Response, None]:
         """Yields the messages of one text, one `started` among them. Close it to cancel the request.
 
-        Before the start a coordinator that is full or lost is passed over for the next; afterwards the text is resumed
-        for --resume-timeout-s from its last token on. Raises the coordinator's SpecdecError, TimeoutError after
-        --request-timeout-s. `sums_statistics`: as for `Continuation`.
+        Before the start a coordinator that is full or lost is passed over for the next; afterwards the text, of several
+        choices each that has not ended, is resumed for --resume-timeout-s from its last token on. Raises the
+        coordinator's SpecdecError, TimeoutError after --request-timeout-s. `sums_statistics`: as for `Continuation`.
         """
-        text = Continuation(request, sums_statistics)
+        text = so_far(request, sums_statistics)
         end_s = time.monotonic() + self._settings.request_timeout_s
+        async with aclosing(self._messages(text, end_s, metadata)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _messages(
+        self, text: Continuation | Choices, end_s: float, metadata: Metadata
+    ) -> AsyncGenerator[Response, None]:
         lost_s: float | None = None
         tried: set[str] = set()
         while True:
@@ -166,7 +174,8 @@ class Coordinators:
             if member is None:
                 error = ReplicaUnavailable(f"no coordinator takes requests: {self.reason}")
             else:
-                member.running_count += 1
+                count = max(1, text.request.sampling.n)
+                member.running_count += count
                 try:
                     left_s = max(0.0, end_s - time.monotonic())
                     answers = call_stream(member.channel, METHOD, text.request, Response, left_s, metadata)
@@ -176,13 +185,13 @@ class Coordinators:
                                 lost_s = None
                             if text.take(response):
                                 yield response
-                            if response.HasField("finished"):
+                            if response.HasField("finished") and text.is_over:
                                 return
                     error = ReplicaUnavailable("the stream ended before the text")
                 except (ReplicaUnavailable, CacheExhausted, DeliveryStalled) as caught:
                     error = caught
                 finally:
-                    member.running_count -= 1
+                    member.running_count -= count
             now_s = time.monotonic()
             if now_s >= end_s:
                 raise TimeoutError from error
@@ -190,10 +199,17 @@ class Coordinators:
                 tried.add(member.address)
                 if isinstance(error, ReplicaUnavailable):
                     member.lost(error)
+            if isinstance(text, Choices) and text.may_resume:
+                self._metrics.retried(True)
+                rest = [self._messages(one, end_s, metadata) for one in text.unfinished()]
+                async with aclosing(merged(rest)) as responses:
+                    async for _, response in responses:
+                        yield response
+                return
             if self._choose(text.started, tried) is not None:
-                self._metrics.retried(text.started is not None)
+                self._metrics.retried(text.may_resume)
                 continue
-            if text.started is None:
+            if not text.may_resume:
                 raise error
             lost_s = now_s if lost_s is None else lost_s
             wait_s = float(getattr(error, "retry_after_s", 0.0) or RETRY_S)
@@ -202,39 +218,3 @@ class Coordinators:
             tried.clear()
             await asyncio.sleep(wait_s)
             self._metrics.retried(True)
-
-
-async def merged(streams: Sequence[AsyncGenerator[Response, None]]) -> AsyncGenerator[tuple[int, Response], None]:
-    """Yields the messages of all streams as they come, each with the number of its stream; closes all at its end."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for response in only:
-                yield 0, response
-        return
-    queue: asyncio.Queue[tuple[int, Response | BaseException | None]] = asyncio.Queue(len(streams))
-
-    async def read(index: int) -> None:
-        try:
-            async with aclosing(streams[index]) as own:
-                async for response in own:
-                    await queue.put((index, response))
-        except Exception as error:
-            await queue.put((index, error))
-        else:
-            await queue.put((index, None))
-
-    tasks = [asyncio.create_task(read(index)) for index in range(len(streams))]
-    try:
-        open_count = len(streams)
-        while open_count:
-            index, item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                open_count -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -19,10 +19,10 @@ NAME_LENGTH_MAX = 512
 Model = TypeVar("Model", bound="Strict")
 
 
-def depth_of(value: Any) -> int:
-    """Returns the levels of lists and objects in a value, at most DEPTH_MAX + 1 of them."""
+def depth_of(value: Any, depth_max: int) -> int:
+    """Returns the levels of lists and objects in a value, at most `depth_max` + 1 of them."""
     level, depth = [value], 0
-    while depth <= DEPTH_MAX:
+    while depth <= depth_max:
         inner = [own for own in level if isinstance(own, (dict, list))]
         if not inner:
             break
@@ -31,12 +31,12 @@ def depth_of(value: Any) -> int:
     return depth
 
 
-def bounded_json(bytes_max: int) -> Any:
+def bounded_json(bytes_max: int, depth_max: int = DEPTH_MAX) -> Any:
     """Returns a check of a value whose form is the client's: its levels and its length as JSON."""
 
     def check(value: Any) -> Any:
-        if depth_of(value) > DEPTH_MAX:
-            raise PydanticCustomError("too_deep", "it has more than {limit} levels", {"limit": DEPTH_MAX})
+        if depth_of(value, depth_max) > depth_max:
+            raise PydanticCustomError("too_deep", "it has more than {limit} levels", {"limit": depth_max})
         size = len(pydantic_core.to_json(value))
         if size > bytes_max:
             facts = {"size": size, "limit": bytes_max}
@@ -59,27 +59,31 @@ class Strict(BaseModel):
             return value
         if len(value) > KEY_COUNT_MAX:
             raise PydanticCustomError("too_long", "it has more than {limit} keys", {"limit": KEY_COUNT_MAX})
-        known = BY_ENDPOINT.get(cls.endpoint, {})
+        known, names = BY_ENDPOINT.get(cls.endpoint, {}), _keys_of(cls)
         kept = {}
         for key, own in value.items():
             field = known.get(key)
             if own is None:
-                if field is None and key not in cls.model_fields:
+                if field is None and key not in names:
                     raise _unknown(key, cls)
             elif field is not None and field.fate is Fate.REFUSED:
                 if not any(own == neutral and type(own) is type(neutral) for neutral in field.neutral):
                     raise PydanticCustomError(
                         "unsupported_parameter", "{param} is not supported: {why}", {"param": key, "why": field.meaning}
                     )
-            elif key not in cls.model_fields:
+            elif key not in names:
                 raise _unknown(key, cls)
             else:
                 kept[key] = own
         return kept
 
 
+def _keys_of(model: type[Strict]) -> list[str]:
+    return [own.alias or name for name, own in model.model_fields.items()]
+
+
 def _unknown(key: str, model: type[Strict]) -> PydanticCustomError:
-    names = [*model.model_fields, *BY_ENDPOINT.get(model.endpoint, {})]
+    names = [*_keys_of(model), *BY_ENDPOINT.get(model.endpoint, {})]
     close = difflib.get_close_matches(key[:NAME_LENGTH_MAX], names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     facts = {"param": key[:NAME_LENGTH_MAX], "hint": hint}

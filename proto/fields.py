@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.protocol import limits
-
+{imports}
 '''
 CLASS = '''
 
@@ -61,10 +61,14 @@ class WireField:
         self.constant = own.name.upper() + "_COUNT" * self.is_repeated
         for part in parts:
             part.constant = f"{own.name}_{part.name}".upper()
-        self.kind = f"tuple[{', '.join(part.kind for part in parts)}]" if parts else TYPES.get(own.type, "")
-        if not self.kind or not self.is_repeated and self.kind not in ("bool", "int", "float"):
+        self.kind: str = f"tuple[{', '.join(part.kind for part in parts)}]" if parts else TYPES.get(own.type, "")
+        self.module = ""  # of a value that checks itself, written by hand, since its kinds need code that knows them
+        if own.type_name and not self.is_repeated:
+            self.kind = own.type_name.rpartition(".")[2]
+            self.module = f"specdec.protocol.{own.name}"
+        elif not self.kind or not self.is_repeated and self.kind not in ("bool", "int", "float"):
             raise SystemExit(f"proto/fields.py: {own.name} has a type that no value of a request has")
-        if not (self.has_range or option.limit or self.kind == "bool"):
+        elif not (self.has_range or option.limit or self.kind == "bool"):
             raise SystemExit(f"proto/fields.py: {own.name} has no limit")
 
     def number(self, value: float) -> str:
@@ -82,7 +86,7 @@ class WireField:
 
     def constants(self) -> Iterator[str]:
         """Its range, and those of its parts, where they are this field's alone."""
-        if self.has_range and self.option.low not in (0, self.option.high):
+        if self.has_range and self.option.low:
             yield f"{self.constant}_MIN = {self.number(self.option.low)}"
         if self.has_range:
             yield f"{self.constant}_MAX = {self.number(self.option.high)}  # {self.option.reason}"
@@ -94,8 +98,6 @@ class WireField:
         high = f"{self.constant}_MAX" if self.has_range else f"limits.{self.option.limit}"
         if self.is_repeated:
             return f'limits.check_count("{path}", {value}, {high}, "{UNITS.get(self.kind, "entries")}")'
-        if self.has_range and self.option.low == self.option.high:
-            return f'limits.check_only("{path}", {value}, {high}, "{self.option.reason}")'
         low = f"{self.constant}_MIN" if self.has_range and self.option.low else f"{self.option.low:g}"
         flags = "".join(f", {name}=True" for name in ("is_above_low", "is_zero_allowed") if getattr(self.option, name))
         kind = "number" if self.kind == "float" else "integer"
@@ -104,6 +106,8 @@ class WireField:
     def checks(self) -> Iterator[str]:
         """The lines of its check. Ids are held to the vocabulary, once the model is known."""
         value = f"self.{self.name}"
+        if self.module:
+            return
         if self.kind != "bool":
             is_optional = not (self.is_repeated or self.option.HasField("absent"))
             yield f"if {value} is not None: " * is_optional + self.check(value, self.path)
@@ -132,13 +136,18 @@ OPTION = descriptor_pool.Default().FindExtensionByName("specdec.v1.wire")
 MESSAGES = {message.name: message for file in FILES.file for message in file.message_type}
 
 
+def is_list_of_parts(own: Any) -> bool:
+    """Whether a field has messages whose own fields are its parts."""
+    return bool(own.type_name) and own.label == Wire.LABEL_REPEATED
+
+
 def fields_of(message: str, prefix: str = "") -> list[WireField]:
     """The fields of a message without enums; errors call them by `prefix` and name, those that replicas get by name."""
     return [
         WireField(own, own.options.Extensions[OPTION], parts, prefix)
         for own in MESSAGES[message].field
         if own.type != Wire.TYPE_ENUM
-        for parts in [fields_of(own.type_name.rpartition(".")[2]) if own.type_name else []]
+        for parts in [fields_of(own.type_name.rpartition(".")[2]) if is_list_of_parts(own) else []]
     ]
 
 
@@ -164,9 +173,10 @@ def text() -> str:
     """The module."""
     sampling, speculative = fields_of("SamplingParams", "sampling."), fields_of("SpeculativePolicy", "speculative.")
     common = [field for field in sampling if field.option.is_resolved]
+    imports = "".join(f"from {field.module} import {field.kind}\n" for field in sampling if field.module)
     others = [field for field in sampling if not field.option.is_resolved]
     parts = (
-        HEADER,
+        HEADER.format(imports=imports),
         *(f"{line}\n" for field in (*sampling, *speculative) for line in field.constants()),
         made_class("CommonSamplingParams", "", "The fields that target and draft get too.", "check_common", common),
         made_class("SamplingFields", "(CommonSamplingParams)", "SamplingParams.", "check_others", others),

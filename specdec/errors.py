@@ -4,6 +4,7 @@
     ├── ConfigError            the operator's: one line with the remedy; ends a command
     │   └── ModelRefused       the model folder's: the file or architecture, and the reason
     ├── InvalidRequest         the sender's: names field, value and limit; nothing was allocated
+    ├── GrammarFailed          the request's: its grammar cannot be followed any further
     ├── CacheExhausted         the load's: too few free blocks now; retry later
     ├── SessionUnknown         the name of what is asked for is not known
     ├── Mismatch               two services do not fit together (tokenizer, protocol version)
@@ -76,6 +77,13 @@ class InvalidRequest(SpecdecError):
         self.field = field
         self.value = shown
         self.limit = limit
+
+
+class GrammarFailed(SpecdecError):
+    """The grammar of one request cannot be followed any further: a limit of the matcher, a defect of it, or a model
+    that has no token for what must come next. Its neighbours are not affected."""
+
+    reason = "GRAMMAR"
 
 
 class CacheExhausted(SpecdecError):

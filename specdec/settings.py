@@ -163,7 +163,7 @@ def check_proposers(names: str) -> str:
 
 
 PEER_NAME_LENGTH_MAX = 253  # of a DNS name
-PROPOSERS = ("draft", "ngram", "suffix", "prediction", "heads")
+PROPOSERS = ("draft", "ngram", "suffix", "prediction", "heads", "grammar")
 ProposerNames = Annotated[str, AfterValidator(check_proposers)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Address = Annotated[str, AfterValidator(check_address)]

@@ -11,8 +11,10 @@ from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.loading.devices import prepare_libraries
 from specdec.engine.parallel.rank_config import RankPlace
 from specdec.engine.scheduling.feed import Feed
+from specdec.grammar.jobs import MaskThreads
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
+from specdec.replica.masks import tokenizer_of, with_masks
 from specdec.target_service.heads import load_head_proposer
 from specdec.target_service.verifier import Verifier
 from specdec.telemetry.logs import configure_logs
@@ -34,9 +36,9 @@ TARGET: ReplicaKind[TargetWork, TargetOutput] = ReplicaKind(
     service="specdec.v1.TargetService",
     stream_method="Verify",
     messages=(target_pb.VerifyRequest, target_pb.VerifyResponse),
-    sampler=with_prompt_rows(verify),
+    sampler=with_prompt_rows(with_masks(verify)),
     make_service=lambda engine, description, settings, tracing: Verifier(
-        engine, description, settings.enable_prefix_caching, tracing
+        engine, description, settings.enable_prefix_caching, tracing, MaskThreads(tokenizer_of(settings.model))
     ),
     sample_feed=sample_feed,
     make_hidden_reader=load_head_proposer,

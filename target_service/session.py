@@ -10,6 +10,7 @@ from specdec.decoding.verification import VerificationRequest
 from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.scheduling.feed import Feed, StepTiming
 from specdec.errors import SpecdecError
+from specdec.grammar.jobs import SessionGrammar
 from specdec.protocol.items import Verification, VerificationResult
 from specdec.protocol.tree_shape import children
 from specdec.replica.handler import ReplicaSession
@@ -26,7 +27,7 @@ class TargetSession(ReplicaSession):
     before its cache has this length. `born_s`: when its text began, by its age. `quiet_since_s`: end of its last work.
     `cached_count`: tokens found in the cache at its admission; `preemptions`: since its last verification result.
     `counts`: of its tokens, for penalties. `scored_index`: of the next prompt token whose log-probabilities its request
-    wants, 0 for none; `timing`: of the steps for those.
+    wants, 0 for none; `timing`: of the steps for those. `grammar`: None without.
     """
 
     fed_length: int = 0
@@ -47,6 +48,7 @@ class TargetSession(ReplicaSession):
     counts: TokenCounts | None = field(default=None, init=False)
     scored_index: int = 0
     timing: StepTiming | None = None
+    grammar: SessionGrammar | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.opened.params.has_penalties:

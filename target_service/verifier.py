@@ -7,6 +7,7 @@ with other content it is refused. Runs on the engine thread and makes no decisio
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import partial
 
 from specdec.decoding.prompt_logprobs import PromptRows, TargetOutput, TargetWork
@@ -15,11 +16,14 @@ from specdec.decoding.verification import VerificationRequest
 from specdec.engine.interface import tree_paths
 from specdec.engine.scheduling.feed import Feed, StepTiming
 from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
-from specdec.errors import InvalidRequest
+from specdec.errors import GrammarFailed, InvalidRequest, SpecdecError
+from specdec.grammar.jobs import Masks, MaskThreads, session_grammar
 from specdec.protocol.items import Extend, MissingTokens, Open, PromptPart, Verification, VerificationResult
 from specdec.protocol.limits import UINT32_MAX, check_token_ids
+from specdec.protocol.rejection import conclude
 from specdec.protocol.types import Description, PromptLogprobs, SamplerOutput
 from specdec.replica.handler import Reply, check_params_tokens
+from specdec.replica.masks import posting
 from specdec.step_curve import StepCurve
 from specdec.target_service.admission import TURNAROUND_S, Admission
 from specdec.target_service.session import TargetSession
@@ -28,8 +32,15 @@ from specdec.target_service.tracing import Served, spans_of
 from specdec.telemetry.tracing import Tracing
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedRequest(VerificationRequest):
+    """A verification under a grammar."""
+
+    masks: Masks
+
+
 class Verifier:
-    """All sessions of a target replica. Engine thread only."""
+    """All sessions of a target replica. Engine thread only. `grammars`: without them a session may have none."""
 
     def __init__(
         self,
@@ -37,10 +48,12 @@ class Verifier:
         description: Description,
         shares_prefixes: bool = True,
         tracing: Tracing | None = None,
+        grammars: MaskThreads | None = None,
     ) -> None:
         self.description = description
         self._engine = engine
         self._tracing = tracing or Tracing()
+        self._grammars = grammars
         self._step_curve = StepCurve()
         self._step_delay = StepDelay(self._step_curve.seconds)
         self._admission = Admission(engine.cache, shares_prefixes, self._step_delay.left)
@@ -76,8 +89,12 @@ class Verifier:
             raise InvalidRequest("length_max", item.length_max, f"at most {everything}; raise --kv-cache-bytes")
 
     def open(self, item: Open, reply: Reply) -> TargetSession:
-        """Returns a session without blocks; its first verification allocates them."""
-        return self._admission.open(item, reply)
+        """Returns a session without blocks; its first verification allocates them. Raises CacheExhausted where too many
+        grammars wait."""
+        grammar = session_grammar(self._grammars, item.params, item.vocabulary_size)
+        session = self._admission.open(item, reply)
+        session.grammar = grammar
+        return session
 
     def close(self, session: TargetSession) -> None:
         """Releases a session's blocks; its pending feed will not run."""
@@ -110,7 +127,12 @@ class Verifier:
         cache.truncate(session.table, min(session.agreement(), session.reused_max))
         committed = TokenPath(session.tokens, item.base_position, counts=session.counts)
         params, tree = session.opened.params, (item.draft_token_ids, item.draft_probs, item.parents)
-        session.work = VerificationRequest(params, item.round_index, committed, *tree, item.wants_heads)
+        asked = params, item.round_index, committed, *tree, item.wants_heads
+        if session.grammar is None:
+            session.work = VerificationRequest(*asked)
+        else:
+            masks = session.grammar.verification(session.tokens, item.draft_token_ids, item.parents)
+            session.work = MaskedRequest(*asked, masks=masks)
         if self._admission.give(session):
             self._feed(session)
         return None
@@ -134,6 +156,8 @@ class Verifier:
         whose log-probabilities are wanted."""
         work, length, tokens = session.work, session.table.length, session.tokens
         if work is None:  # tokens that disagree cancelled it while it waited for blocks
+            return
+        if isinstance(work, MaskedRequest) and not session.scored_index and not self._begin_masks(session, work):
             return
         base, end, scored = len(tokens), session.opened.params.prompt_length, session.scored_index
         payload: TargetWork = work
@@ -163,6 +187,19 @@ class Verifier:
         feed.submitted_s = session.requested_s
         rows = min(feed.row_count, self._engine.chunk_size)
         self._step_delay.arrived(session, rows, time.perf_counter())
+
+    def _begin_masks(self, session: TargetSession, work: MaskedRequest) -> bool:
+        """Whether a verification may run whose masks are needed; if not, it is fed once it may."""
+
+        def feed() -> None:
+            if session.work is work and session.feed is None and session not in self._admission.waiting:
+                self._feed(session)
+
+        try:
+            return work.masks.begin(posting(self._engine, feed))
+        except SpecdecError as error:
+            session.fail(error)
+            return False
 
     def _check(self, session: TargetSession, item: Verification) -> None:
         check_token_ids("suffix_token_ids", item.suffix_token_ids, self.description.vocabulary_size)
@@ -206,8 +243,12 @@ class Verifier:
 
     def _answer(self, session: TargetSession, output: SamplerOutput, timing: StepTiming) -> None:
         """Answers the verification of a session."""
-        item = session.last
+        item, work = session.last, session.work
         assert item is not None, "a feed runs for the last verification"
+        if isinstance(work, MaskedRequest) and (dead := work.masks.result().dead):
+            if conclude(work.params, work, output).last_row in dead:
+                session.fail(GrammarFailed("after the last draft token the grammar cannot be followed any further"))
+                return
         now_s = session.quiet_since_s = time.perf_counter()
         session.drop_work()
         session.holds(session.fed_length, item.draft_token_ids, item.parents)

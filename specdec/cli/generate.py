@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import defaultdict
 from contextlib import aclosing
 
 from google.protobuf import json_format
@@ -16,7 +17,7 @@ from google.protobuf import json_format
 from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.cli.rounds import table_of
-from specdec.client.events import Event, Finished, Statistics, event_of, pieces_of
+from specdec.client.events import Event, Finished, Started, Statistics, event_of, pieces_of
 from specdec.client.request import Request
 from specdec.client.run import shares_of
 from specdec.client.stream import Client
@@ -34,8 +35,9 @@ PROPOSER_COLORS = {
     Proposer.SUFFIX: "\x1b[34m",
     Proposer.PREDICTION: "\x1b[35m",
     Proposer.HEADS: "\x1b[92m",
+    Proposer.GRAMMAR: "\x1b[96m",
 }
-NAMES = ("draft model", "n-gram", "earlier text", "prediction", "heads")
+NAMES = ("draft model", "n-gram", "earlier text", "prediction", "heads", "grammar")
 _COLORED = ", ".join(f"{color}{name}{RESET}" for name, color in zip(NAMES, PROPOSER_COLORS.values()))
 _RECOVERED = f"{COLORS[TokenKind.RECOVERED]}recovered tokens{RESET}"
 LEGEND = f"accepted tokens of {_COLORED}; {_RECOVERED}, bonus tokens"
@@ -65,7 +67,7 @@ async def _stream(settings: GenerateSettings, request: Request) -> None:
     is_colored = settings.color == "always" or (
         settings.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     )
-    deltas: list[Delta] = []
+    printer = Printer(max(1, request.sampling.n), is_colored, settings.rounds)
     async with Client(settings.address, settings, settings.resume_s) as client:
         responses = client.messages(request, settings.timeout_s)
         try:
@@ -75,17 +77,56 @@ async def _stream(settings: GenerateSettings, request: Request) -> None:
                         line = json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None)
                         print_text(line)
                         continue
-                    event = event_of(response)
-                    show(event, is_colored)
-                    if settings.rounds and isinstance(event, Delta):
-                        deltas.append(event)
+                    printer.take(response.choice, event_of(response))
         except ReplicaUnavailable as error:
             if not str(error).startswith(("ipv4:", "ipv6:")):
                 raise
             hint = "" if settings.has_tls else ", and whether it requires TLS (--ssl-certfile …)"
             raise ReplicaUnavailable(f"no connection to {error}; check --address{hint}") from error
-    if deltas:
-        say(table_of(deltas), is_error=True)
+        finally:
+            printer.end()
+
+
+class Printer:
+    """Prints the choices of a request one after another, each below its number and seed; a single one has no heading.
+
+    The first that has not ended is printed as it comes, the others wait for it.
+    """
+
+    def __init__(self, count: int, is_colored: bool, has_rounds: bool) -> None:
+        self._waiting: defaultdict[int, list[Event]] = defaultdict(list)
+        self._rounds: defaultdict[int, list[Delta]] = defaultdict(list)
+        self._current, self._count = 0, count
+        self._is_colored, self._has_rounds = is_colored, has_rounds
+
+    def take(self, choice: int, event: Event) -> None:
+        """Prints an event, or keeps it until the choices before its own have ended."""
+        self._waiting[choice].append(event)
+        while events := self._waiting.pop(self._current, None):
+            for own in events:
+                self._show(own)
+            if not isinstance(events[-1], Finished):
+                break
+            self._current += 1
+
+    def end(self) -> None:
+        """Prints what waits for choices that did not end, and the rounds."""
+        for choice, events in sorted(self._waiting.items()):
+            self._current = choice
+            for event in events:
+                self._show(event)
+        for choice, deltas in sorted(self._rounds.items()):
+            if self._count > 1:
+                say(f"choice {choice}", is_error=True)
+            say(table_of(deltas), is_error=True)
+
+    def _show(self, event: Event) -> None:
+        if isinstance(event, Started) and self._count > 1:
+            above = "\n" if self._current else ""
+            print_text(f"{above}--- choice {self._current}, seed {event.seed} ---")
+        show(event, self._is_colored)
+        if self._has_rounds and isinstance(event, Delta):
+            self._rounds[self._current].append(event)
 
 
 def show(event: Event, is_colored: bool) -> None:

@@ -12,9 +12,10 @@ from specdec.config import OUTPUT, PROMPT, SAMPLING, SPECULATION, ClientSettings
 from specdec.errors import ConfigError
 from specdec.protocol.fields import MEANINGS
 from specdec.protocol.limits import UINT32_MAX, UINT64_MAX
-from specdec.settings import CONNECTION, ProposerNames, setting
+from specdec.settings import CONNECTION, ProposerNames, flag_of, setting
 
-WITHOUT_FLAG = ("n", "report_rounds", "report_statistics")  # --rounds reports them
+WITHOUT_FLAG = ("report_rounds", "report_statistics", "grammar")  # --rounds reports them; each kind has its own
+GRAMMAR_FLAGS = ("json_schema", "json_object", "regex", "choice", "lark", "allow_whitespace")
 FLAG_NAMES = {"enabled": "speculative"}  # others have the name of their field
 
 
@@ -89,6 +90,16 @@ class GenerateSettings(WireSettings):
     )
     label: str = option(PROMPT, "Name of the request in logs.", "")
     cache_salt: str = option(PROMPT, "Only requests with the same salt share cached prefixes.", "", metavar="TEXT")
+    json_schema: str | None = option(
+        SAMPLING, "The text is JSON that is valid by this JSON schema: a file, or the schema itself.", metavar="SCHEMA"
+    )
+    json_object: bool | None = option(SAMPLING, "The text is a JSON object.")
+    regex: str | None = option(SAMPLING, "The whole text matches this regular expression.")
+    choice: Texts = option(SAMPLING, "The text is one of these. May be repeated.", ())
+    lark: str | None = option(
+        SAMPLING, "The text is one of this Lark grammar: a file, or the grammar itself.", metavar="GRAMMAR"
+    )
+    allow_whitespace: bool | None = option(SAMPLING, "JSON under a grammar may have white space between its parts.")
     prediction: Path | None = option(
         SPECULATION, "File with the text expected in the answer, such as the text to edit: guesses for verification."
     )
@@ -108,11 +119,32 @@ class GenerateSettings(WireSettings):
     timeout_s: float | None = option(OUTPUT, "Maximum seconds for the request; absent: no limit.", gt=0)
 
 
+def grammar_of(settings: GenerateSettings) -> dict[str, Any] | None:
+    """Returns the grammar of the flags, None without. Raises ConfigError for a file that cannot be read."""
+    found = {name: own for name in GRAMMAR_FLAGS if (own := getattr(settings, name)) not in (None, ())}
+    for name in ("json_schema", "lark"):
+        if name in found:
+            found[name] = text_or_file(name, found[name])
+    return found or None
+
+
+def text_or_file(name: str, value: str) -> str:
+    """Returns the text of a flag: that of the file it names if there is one, else itself."""
+    try:
+        file = Path(value)
+        return file.read_text(encoding="utf-8") if file.is_file() else value
+    except (OSError, UnicodeError) as error:
+        if "\n" in value or "{" in value or len(value) > 255:  # no name of a file
+            return value
+        raise ConfigError(f"{flag_of(name)} {value} cannot be read: {error}") from error
+
+
 def build_request(settings: GenerateSettings, prompt: str | None) -> Request:
     """Returns the message; `prompt` is the text, None with --prompt-ids. Raises ConfigError for invalid values."""
     given = {name: getattr(settings, FLAG_NAMES.get(name, name), None) for name in FIELDS}
     given["report_rounds"] = settings.rounds or None
     given["proposers"] = [name for name in (given["proposers"] or "").split(",") if name]
+    given["grammar"] = grammar_of(settings)
     predicted: str | tuple[int, ...] = ()
     if settings.prediction is not None:
         try:

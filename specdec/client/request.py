@@ -6,6 +6,7 @@ message are refused here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,10 +42,13 @@ def make_request(
 ) -> Request:
     """Returns the message. `prompt` and `prediction` are texts or token ids, `resumed` output token ids of an earlier
     stream. `fields` are those of SamplingParams and SpeculativePolicy; None leaves one absent. `logit_bias` is pairs or
-    a mapping; rule, policy and proposers are words such as "greedy", or names of the wire. Raises ConfigError for a
-    value that does not fit."""
+    a mapping; rule, policy and proposers are words such as "greedy", or names of the wire; `grammar` is a mapping with
+    the names of the message Grammar, a schema as text or as its value, `choice` a list of texts. Raises ConfigError for
+    a value that does not fit."""
     biases = fields.pop("logit_bias", None) or ()
     pairs = biases.items() if isinstance(biases, Mapping) else biases
+    if fields.get("grammar") is not None:
+        fields["grammar"] = _grammar(**fields["grammar"])
     for name, prefix in PREFIXES.items():
         given = fields.get(name)
         fields[name] = (
@@ -73,6 +77,14 @@ def make_request(
     except (UnicodeEncodeError, ValueError) as error:
         raise ConfigError(f"the request cannot be sent, its texts must be UTF-8: {error}") from error
     return request
+
+
+def _grammar(json_schema: Any = None, choice: Sequence[str] | None = None, **others: Any) -> coordinator_pb.Grammar:
+    """Returns the message of a grammar. Raises ValueError for a schema that is no JSON."""
+    if json_schema is not None and not isinstance(json_schema, str):
+        json_schema = json.dumps(json_schema, ensure_ascii=False)
+    texts = None if choice is None else coordinator_pb.Choice(texts=choice)
+    return coordinator_pb.Grammar(json_schema=json_schema, choice=texts, **others)
 
 
 def _named(value: Any, prefix: str) -> Any:

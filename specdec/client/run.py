@@ -13,7 +13,14 @@ from specdec.protocol.report import Delta
 from specdec.protocol.types import PromptLogprobs, TokenKind
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
-PROPOSERS = {"draft": "model", "ngram": "ngram", "suffix": "suffix", "prediction": "prediction", "heads": "heads"}
+PROPOSERS = {
+    "draft": "model",
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "prediction": "prediction",
+    "heads": "heads",
+    "grammar": "grammar",
+}
 
 
 @dataclass(slots=True)

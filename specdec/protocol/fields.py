@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.protocol import limits
+from specdec.protocol.grammar import Grammar
 
 TEMPERATURE_MIN = 0.01
 TEMPERATURE_MAX = 100.0  # the target distribution is flat there; between 0 and 0.01 float64 fails
@@ -22,7 +23,8 @@ LOGIT_BIAS_BIAS_MIN = -100.0
 LOGIT_BIAS_BIAS_MAX = 100.0  # a token is certain or impossible there
 STOP_COUNT_MAX = 16  # each is searched for after every token
 STOP_TOKEN_IDS_COUNT_MAX = 64  # each is masked at every position before min_tokens
-N_MAX = 1  # several texts per request are not offered
+N_MIN = 1
+N_MAX = 16  # each is a generation with a place of its own
 BAD_WORDS_COUNT_MAX = 64  # their ends are searched for at every position
 ALLOWED_TOKEN_IDS_COUNT_MAX = 4096  # sent whenever a replica opens the session
 DRAFT_WAIT_MS_MAX = 60000.0  # a minute; a draft token is worth milliseconds
@@ -42,6 +44,7 @@ class CommonSamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    grammar: Grammar | None = None
     prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
 
@@ -89,7 +92,7 @@ class SamplingFields(CommonSamplingParams):
         limits.check_count("sampling.stop", self.stop, STOP_COUNT_MAX, "strings")
         limits.check_texts("sampling.stop", self.stop, limits.STOP_STRING_BYTES_MAX)
         limits.check_count("sampling.stop_token_ids", self.stop_token_ids, STOP_TOKEN_IDS_COUNT_MAX, "ids")
-        limits.check_only("sampling.n", self.n, N_MAX, "several texts per request are not offered")
+        limits.check_integer("sampling.n", self.n, N_MIN, N_MAX)
         limits.check_count("sampling.bad_words", self.bad_words, BAD_WORDS_COUNT_MAX, "strings")
         limits.check_texts("sampling.bad_words", self.bad_words, limits.BAD_WORD_BYTES_MAX)
 
@@ -161,7 +164,17 @@ MEANINGS = {
     "SamplingParams.logprobs": (
         "Log-probabilities: absent none, 0 of each output token, n (at most 20) also of the n likeliest."
     ),
-    "SamplingParams.n": ("Number of texts; only 1 is accepted. Absent: 1."),
+    "SamplingParams.n": (
+        "Number of texts, the choices, 1 to 16; 1 with `resume`. Choice i is, byte for byte, the text of the "
+        "same request with n 1 and seed + i (modulo 2^64), except under REJECTION, whose texts depend on the "
+        "draft. All places are taken together, or the request is refused; the prompt is computed once. "
+        "Absent: 1."
+    ),
+    "SamplingParams.grammar": (
+        "What the output must be: illegal tokens have probability 0, and an end token is legal where the "
+        "output may end. It goes before min_tokens; ignore_eos with it, and a model without end tokens, are "
+        "INVALID_ARGUMENT. Absent: any text."
+    ),
     "SamplingParams.prompt_logprobs": (
         "Log-probabilities of the prompt's tokens but the first: absent none, 0 of each token, n (at most 20) "
         "also of the n likeliest at its position. They come before the first output token, so with output "

@@ -27,6 +27,7 @@ BAD_WORD_BYTES_MAX = 256
 BAD_WORD_TOKEN_COUNT_MAX = 32
 PARAMS_BAD_WORD_COUNT_MAX = 128
 LOGPROBS_MAX = 20
+GRAMMAR_BYTES_MAX, CHOICE_COUNT_MAX = 64 << 10, 512
 REPLICA_COUNT_MAX = 1024
 LABEL_LENGTH_MAX = PROMPT_CACHE_KEY_LENGTH_MAX = CACHE_SALT_LENGTH_MAX = 128
 INSTANCE_LENGTH_MAX = 64
@@ -111,6 +112,19 @@ _NAMED = (
     ),
     Limit("PARAMS_BAD_WORD_COUNT_MAX", PARAMS_BAD_WORD_COUNT_MAX, "each word with and without a space before"),
     Limit("LOGPROBS_MAX", LOGPROBS_MAX, "as many are sorted out and sent for every position"),
+    Limit(
+        "GRAMMAR_BYTES_MAX",
+        GRAMMAR_BYTES_MAX,
+        "it is compiled in a second at most, and travels in one item",
+        low=1,
+        is_bytes=True,
+    ),
+    Limit(
+        "CHOICE_COUNT_MAX",
+        CHOICE_COUNT_MAX,
+        "beside 1024 biases a request may have as many fields; more texts are a regular expression",
+        low=1,
+    ),
     Limit("log-probability", 0, "a logarithm of a probability", low=-math.inf),
     Limit("REPLICA_COUNT_MAX", REPLICA_COUNT_MAX, "of a pool: each has a connection with pings"),
     Limit("LABEL_LENGTH_MAX", LABEL_LENGTH_MAX, "every log line contains it"),
@@ -202,12 +216,6 @@ def check_number(
         raise InvalidRequest(field, value, f"{'0 or ' * is_zero_allowed}a number from {low:g} to {high:g}")
     if is_above_low and value == low:
         raise InvalidRequest(field, value, f"above {low:g} and at most {high:g}")
-
-
-def check_only(field: str, value: object, only: int, reason: str) -> None:
-    """Raises InvalidRequest unless `value` is the only one that the field may have."""
-    if value != only:
-        raise InvalidRequest(field, value, f"{only}: {reason}")
 
 
 def check_count(field: str, entries: Sized, high: int, unit: str) -> None:

@@ -177,6 +177,7 @@ PROPOSER_FIELDS = {
     Proposer.SUFFIX: ("num_suffix_draft_tokens", "num_suffix_accepted_tokens"),
     Proposer.PREDICTION: ("num_prediction_draft_tokens", "num_prediction_accepted_tokens"),
     Proposer.HEADS: ("num_heads_draft_tokens", "num_heads_accepted_tokens"),
+    Proposer.GRAMMAR: ("num_grammar_draft_tokens", "num_grammar_accepted_tokens"),
 }
 
 
@@ -228,6 +229,8 @@ class Statistics:
     num_prediction_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "", "prediction")
     num_heads_draft_tokens: int = of_proposer("specdec_proposed_tokens", "", "heads")
     num_heads_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "", "heads")
+    num_grammar_draft_tokens: int = of_proposer("specdec_proposed_tokens", "", "grammar")
+    num_grammar_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "", "grammar")
     num_target_changes: int = traced()
     num_draft_changes: int = traced()
     num_rounds_exploring: int = traced()

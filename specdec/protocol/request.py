@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.fields import CommonSamplingParams, SamplingFields, SpeculativeFields
@@ -38,6 +39,8 @@ class SamplingParams(SamplingFields):
         biased = [token_id for token_id, _ in self.logit_bias]
         if len(set(biased)) != len(biased):
             raise InvalidRequest("sampling.logit_bias", sorted(biased), "without any token id twice")
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest("sampling.ignore_eos", True, "absent or false with a grammar, which ends the text")
 
 
 class SpeculationMode(enum.Enum):
@@ -101,6 +104,8 @@ class GenerationRequest:
         if self.withheld_proposers.intersection(self.speculative.proposers):
             limit = "absent or false with proposer SUFFIX, or a cache_salt with it: guesses are texts of the same salt"
             raise InvalidRequest("speculative.report_rounds", True, limit)
+        if self.resumed_token_ids and self.sampling.n > 1:
+            raise InvalidRequest("sampling.n", self.sampling.n, "1 with resume: each choice is resumed by itself")
         self.rule()
 
     @property
@@ -151,8 +156,10 @@ class GenerationRequest:
         return most
 
     def check_model(self, prompt: tuple[int, ...], target: Description) -> None:
-        """Raises InvalidRequest for token ids the target does not have."""
+        """Raises InvalidRequest for token ids the target does not have, and for a grammar without end tokens."""
         size = target.vocabulary_size
+        if self.sampling.grammar is not None and not target.end_token_ids:
+            raise InvalidRequest("grammar", self.sampling.grammar.kind, "absent: the model has no end token to end it")
         check_token_ids("prompt.token_ids", prompt, size)
         check_token_ids("resume.output_token_ids", self.resumed_token_ids, size)
         check_token_ids("prediction.token_ids", self.predicted_token_ids, size)
@@ -180,5 +187,7 @@ class GenerationRequest:
         common = {own.name: getattr(sampling, own.name) for own in fields(CommonSamplingParams)}
         common["logit_bias"] = tuple(sorted(sampling.logit_bias))
         common["allowed_token_ids"] = tuple(sorted(set(sampling.allowed_token_ids)))
-        tokens = {"stop_token_ids": self.stop_token_ids(end_token_ids), "bad_words": bad_words}
+        ends = () if sampling.grammar is None else tuple(sorted(end_token_ids))
+        stops = self.stop_token_ids(end_token_ids)
+        tokens: dict[str, Any] = {"stop_token_ids": stops, "end_token_ids": ends, "bad_words": bad_words}
         return ResolvedSamplingParams(rule, seed, prompt_length, **tokens, **common)

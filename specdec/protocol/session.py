@@ -8,7 +8,7 @@ is, so another target, or the same one restarted, gives the same text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.protocol.calibration import Calibration
@@ -66,6 +66,7 @@ class Session:
     learns the worth of guesses. `offer`: the draft tokens of the verification in flight, or of the last one.
     `asks_heads`: verifications ask for the proposals of the target's heads, until it shows that it has none.
     `scored_index`: of the prompt token whose log-probabilities come next, 0 for none: its owner counts them.
+    `legal_runs`: cuts runs that may follow the committed tokens where the request's grammar makes a token illegal.
     """
 
     number: int
@@ -79,6 +80,7 @@ class Session:
     path_max: int = 1
     calibration: Calibration = field(default_factory=Calibration)
     asks_heads: bool = False
+    legal_runs: Callable[[Sequence[int], Sequence[Run]], list[Run]] | None = None
     scored_index: int = 0
     offer: Offer = NOTHING
     round_index: int = 0
@@ -152,8 +154,7 @@ class Session:
         return self._verify_now(opened) if self.phase is Phase.NEW else self._verify_when_ready(opened)
 
     def _open_on_target(self) -> tuple[Open]:
-        self.target_incarnation += 1
-        self._target_known_length = 0
+        self.target_incarnation, self._target_known_length = self.target_incarnation + 1, 0
         return (self._open(self.target_incarnation, self.cache_salt),)
 
     def _on_target_lost(self, _event: TargetLost) -> Ready:
@@ -262,8 +263,7 @@ class Session:
     def _commit(self, tokens: tuple[int, ...], flying: Verification) -> bool:
         """Commits the tokens of the round in flight; returns whether the last was in the tree."""
         self._target_known_length = flying.base_position
-        self.in_flight = None
-        self._draft_answer_count = 0
+        self.in_flight, self._draft_answer_count = None, 0
         self.round_index += 1
         self.committed += tokens
         was_found = self.tree.commit(tokens)
@@ -357,6 +357,7 @@ class Session:
         if plan.draft_length_max:
             proposers = self.proposers if self._wants_local else ()
             runs = [run for proposer in proposers for run in proposer.propose(self.committed)] + self._head_runs
+            runs = self.legal_runs(self.committed, runs) if self.legal_runs is not None else runs
             most = plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings
             limits = Limits(*most, *self._reach)
             self.offer = make_offer(self.tree.root, runs, self.params.rule, limits, self.calibration)
@@ -380,8 +381,7 @@ class Session:
         if not self.has_draft or plan.window == self._draft_window == 0:
             return ()
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
-        name = (self.number, self.draft_incarnation)
-        length, count = len(self.committed), max(1, plan.nodes_per_step)
+        name, length, count = (self.number, self.draft_incarnation), len(self.committed), max(1, plan.nodes_per_step)
         commit = Commit(*name, length, suffix, plan.window, count, NO_TRACE, plan.siblings, plan.wait_length)
         self._draft_known_length, self._draft_window = len(self.committed), plan.window
         return (*extends, commit)

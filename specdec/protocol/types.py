@@ -68,6 +68,7 @@ class Proposer(enum.IntEnum):
     SUFFIX = 3
     PREDICTION = 4
     HEADS = 5
+    GRAMMAR = 6
 
 
 class TokenKind(enum.IntEnum):
@@ -94,14 +95,16 @@ class ResolvedSamplingParams(CommonSamplingParams):
     """Sampling parameters with defaults filled in, and the rule and seed of the draws (see decoding/distribution.py).
 
     `prompt_length`: positions from there on are output. `stop_token_ids` are masked while fewer than `min_tokens`
-    output tokens come before a position. `bad_words`: tokens in a row that the output does not contain. `logprobs`:
-    None for none, n for the n likeliest beside the token itself.
+    output tokens come before a position. `end_token_ids`: those of the target, with a grammar only, which makes them
+    legal where the output may end. `bad_words`: tokens in a row that the output does not contain. `logprobs`: None for
+    none, n for the n likeliest beside the token itself.
     """
 
     rule: Rule
     seed: int
     prompt_length: int
     stop_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
+    end_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -115,6 +118,11 @@ class ResolvedSamplingParams(CommonSamplingParams):
         check_ascending("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))
         check_ascending("stop_token_ids", self.stop_token_ids)
         check_count("stop_token_ids", self.stop_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX, "ids")
+        check_ascending("end_token_ids", self.end_token_ids)
+        check_count("end_token_ids", self.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX, "ids")
+        if (self.grammar is None) == bool(self.end_token_ids):
+            limit = "empty without a grammar" if self.grammar is None else "the target's end tokens, with a grammar"
+            raise InvalidRequest("end_token_ids", list(self.end_token_ids), limit)
         check_ascending("allowed_token_ids", self.allowed_token_ids)
         check_count("bad_words", self.bad_words, PARAMS_BAD_WORD_COUNT_MAX, "words")
         for index, word in enumerate(self.bad_words):

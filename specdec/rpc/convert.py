@@ -20,9 +20,11 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.fields import CommonSamplingParams
+from specdec.protocol.grammar import Grammar
 from specdec.protocol.items import Trace
 from specdec.protocol.limits import (
     BAD_WORD_TOKEN_COUNT_MAX,
+    CHOICE_COUNT_MAX,
     DRAFT_PROBS_TOKEN_COUNT_MAX,
     PARAMS_BAD_WORD_COUNT_MAX,
     PARAMS_STOP_TOKEN_COUNT_MAX,
@@ -51,7 +53,9 @@ UNKNOWN_BYTES_NAMED_MAX = 4096  # more bytes of unknown fields are refused witho
 _COMMON = {own.name: own.default for own in fields(CommonSamplingParams)}
 _common_of = attrgetter(*_COMMON)
 _FIELDS = coordinator_pb.SamplingParams.DESCRIPTOR.fields
-_PART_NAMES = {own.name: [part.name for part in own.message_type.fields] for own in _FIELDS if own.message_type}
+_PART_NAMES = {
+    own.name: [part.name for part in own.message_type.fields] for own in _FIELDS if own.message_type and own.is_repeated
+}
 _PARTS = {name: attrgetter(*parts) for name, parts in _PART_NAMES.items()}
 _COUNTS_MAX = {own.name: int(FIELD_LIMITS[f"SamplingParams.{own.name}"].high) for own in _FIELDS if own.is_repeated}
 _NUMERICS = [own.name for own in types_pb.NumericsProfile.DESCRIPTOR.fields]
@@ -128,14 +132,32 @@ def params_to_message(params: ResolvedSamplingParams) -> open_item_pb.ResolvedSa
     given = {name: own for name, own, default in zip(_COMMON, _common_of(params), _COMMON.values()) if own != default}
     for name, parts in _PART_NAMES.items():
         given[name] = [dict(zip(parts, entry)) for entry in given.get(name, ())]
+    if params.grammar is not None:
+        given["grammar"] = _grammar_fields(params.grammar)
     return open_item_pb.ResolvedSamplingParams(
         rule=rule_to_number(params.rule),
         seed=params.seed,
         stop_token_ids=params.stop_token_ids,
         prompt_length=params.prompt_length,
         sampling=given,
+        end_token_ids=params.end_token_ids,
         bad_words=[open_item_pb.BadWord(token_ids=word) for word in params.bad_words],
     )
+
+
+def _grammar_fields(grammar: Grammar) -> dict[str, Any]:
+    """Returns the fields of the message of a grammar."""
+    kind = grammar.kind
+    value = {"texts": grammar.choice} if kind == "choice" else getattr(grammar, kind)
+    return {kind: value, "allow_whitespace": grammar.allow_whitespace}
+
+
+def _grammar_from_message(message: coordinator_pb.Grammar) -> Grammar:
+    """Returns the grammar of a message, of correct form. Raises InvalidRequest."""
+    given = {field.name: value for field, value in message.ListFields()}
+    if "choice" in given:
+        given["choice"] = tuple(bounded("grammar.choice", message.choice.texts, CHOICE_COUNT_MAX))
+    return Grammar(**given)
 
 
 def rule_to_number(rule: Rule) -> types_pb.Rule:
@@ -159,6 +181,7 @@ def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> Resolve
     for name in given.keys() - _COMMON.keys():
         raise InvalidRequest(f"sampling.{name}", "set", "absent: a replica does not need it")
     stop_token_ids = bounded("stop_token_ids", message.stop_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX)
+    end_token_ids = bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX)
     words = bounded("bad_words", message.bad_words, PARAMS_BAD_WORD_COUNT_MAX)
     bad_words = tuple(tuple(bounded("bad_words", word.token_ids, BAD_WORD_TOKEN_COUNT_MAX)) for word in words)
     return ResolvedSamplingParams(
@@ -166,6 +189,7 @@ def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> Resolve
         message.seed,
         message.prompt_length,
         stop_token_ids=tuple(stop_token_ids),
+        end_token_ids=tuple(end_token_ids),
         bad_words=bad_words,
         **given,
     )
@@ -183,6 +207,8 @@ def values_of(message: coordinator_pb.SamplingParams) -> dict[str, Any]:
     given = {field.name: value for field, value in message.ListFields()}
     for name in _COUNTS_MAX.keys() & given.keys():
         given[name] = tuple(map(_PARTS[name], given[name]) if name in _PARTS else given[name])
+    if "grammar" in given:
+        given["grammar"] = _grammar_from_message(given["grammar"])
     return given
 
 

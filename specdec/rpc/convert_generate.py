@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from specdec.config import SpeculationSettings
 from specdec.errors import InvalidRequest
-from specdec.protocol.fields import SpeculativeFields
-from specdec.protocol.limits import REPLICA_COUNT_MAX, TOKENS_MAX
+from specdec.protocol.fields import N_MAX, N_MIN, SpeculativeFields
+from specdec.protocol.limits import REPLICA_COUNT_MAX, TOKENS_MAX, check_integer
 from specdec.protocol.report import Delta, Event, Finished, Moved, Started, Statistics
 from specdec.protocol.request import (
     GenerationRequest,
@@ -116,8 +116,22 @@ def prediction_from_message(message: coordinator_pb.GenerateRequest) -> dict[str
     return {"predicted_token_ids": tuple(message.prediction.token_ids.ids)}
 
 
-def event_to_message(event: Event, target: Description) -> coordinator_pb.GenerateResponse:
-    """Returns the message of one event; `started` describes the model of `target`."""
+def choice_count(message: coordinator_pb.GenerateRequest) -> int:
+    """Returns the number of choices that a request asks for. Raises InvalidRequest for one that none may."""
+    count = message.sampling.n if message.sampling.HasField("n") else 1
+    check_integer("sampling.n", count, N_MIN, N_MAX)
+    return count
+
+
+def event_to_message(event: Event, target: Description, choice: int = 0) -> coordinator_pb.GenerateResponse:
+    """Returns the message of one event of a choice; `started` describes the model of `target`."""
+    response = _event_to_message(event, target)
+    if choice:
+        response.choice = choice
+    return response
+
+
+def _event_to_message(event: Event, target: Description) -> coordinator_pb.GenerateResponse:
     if isinstance(event, Delta):
         return coordinator_pb.GenerateResponse(delta=_delta_fields(event))
     if isinstance(event, PromptLogprobs):

@@ -117,7 +117,8 @@ CALLS = (
     Limit(
         "REQUEST_FIELD_COUNT_MAX",
         REQUEST_FIELD_COUNT_MAX,
-        "1024 biases of three fields, 64 stop tokens, 16 strings, 40 others; of a stream, the largest single item",
+        "1024 biases of three fields, 512 choices, 64 stop tokens, 16 strings, 40 others; of a stream, the largest "
+        "single item",
         f"CoordinatorService/Generate,{STREAMS}.request_fields",
     ),
     Limit(

@@ -26,6 +26,7 @@ _CODES: dict[type[SpecdecError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ModelRefused: grpc.StatusCode.FAILED_PRECONDITION,
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.GrammarFailed: grpc.StatusCode.INVALID_ARGUMENT,
     errors.CacheExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.SessionUnknown: grpc.StatusCode.NOT_FOUND,
     errors.Mismatch: grpc.StatusCode.FAILED_PRECONDITION,

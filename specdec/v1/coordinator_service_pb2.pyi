@@ -17,6 +17,7 @@ class Proposer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PROPOSER_SUFFIX: _ClassVar[Proposer]
     PROPOSER_PREDICTION: _ClassVar[Proposer]
     PROPOSER_HEADS: _ClassVar[Proposer]
+    PROPOSER_GRAMMAR: _ClassVar[Proposer]
 
 class Policy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,6 +44,7 @@ PROPOSER_NGRAM: Proposer
 PROPOSER_SUFFIX: Proposer
 PROPOSER_PREDICTION: Proposer
 PROPOSER_HEADS: Proposer
+PROPOSER_GRAMMAR: Proposer
 POLICY_UNSPECIFIED: Policy
 POLICY_AUTO: Policy
 POLICY_FIXED: Policy
@@ -92,7 +94,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "n", "prompt_logprobs", "bad_words", "allowed_token_ids")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "n", "grammar", "prompt_logprobs", "bad_words", "allowed_token_ids")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +111,7 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -128,10 +131,33 @@ class SamplingParams(_message.Message):
     ignore_eos: bool
     logprobs: int
     n: int
+    grammar: Grammar
     prompt_logprobs: int
     bad_words: _containers.RepeatedScalarFieldContainer[str]
     allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_types_pb2.LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_types_pb2.LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("json_schema", "json_object", "regex", "choice", "lark", "allow_whitespace")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    json_object: bool
+    regex: str
+    choice: Choice
+    lark: str
+    allow_whitespace: bool
+    def __init__(self, json_schema: _Optional[str] = ..., json_object: bool = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., allow_whitespace: bool = ...) -> None: ...
+
+class Choice(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SpeculativePolicy(_message.Message):
     __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings", "proposers", "report_rounds", "report_statistics")
@@ -166,18 +192,20 @@ class Resume(_message.Message):
     def __init__(self, output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "delta", "finished", "moved", "prompt_logprobs")
+    __slots__ = ("started", "delta", "finished", "moved", "prompt_logprobs", "choice")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: Delta
     finished: Finished
     moved: Moved
     prompt_logprobs: _types_pb2.PromptLogprobs
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    choice: int
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "seed", "rule", "model_digest", "numerics", "prompt_length", "max_tokens", "rule_reason")
@@ -292,7 +320,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s", "num_model_draft_tokens", "num_model_accepted_tokens", "num_ngram_draft_tokens", "num_ngram_accepted_tokens", "num_suffix_draft_tokens", "num_suffix_accepted_tokens", "num_prediction_draft_tokens", "num_prediction_accepted_tokens", "num_heads_draft_tokens", "num_heads_accepted_tokens", "num_paths", "num_target_changes", "num_draft_changes")
+    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s", "num_model_draft_tokens", "num_model_accepted_tokens", "num_ngram_draft_tokens", "num_ngram_accepted_tokens", "num_suffix_draft_tokens", "num_suffix_accepted_tokens", "num_prediction_draft_tokens", "num_prediction_accepted_tokens", "num_heads_draft_tokens", "num_heads_accepted_tokens", "num_paths", "num_target_changes", "num_draft_changes", "num_grammar_draft_tokens", "num_grammar_accepted_tokens")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +364,8 @@ class Statistics(_message.Message):
     NUM_PATHS_FIELD_NUMBER: _ClassVar[int]
     NUM_TARGET_CHANGES_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_GRAMMAR_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GRAMMAR_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -379,7 +409,9 @@ class Statistics(_message.Message):
     num_paths: int
     num_target_changes: int
     num_draft_changes: int
-    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ..., num_model_draft_tokens: _Optional[int] = ..., num_model_accepted_tokens: _Optional[int] = ..., num_ngram_draft_tokens: _Optional[int] = ..., num_ngram_accepted_tokens: _Optional[int] = ..., num_suffix_draft_tokens: _Optional[int] = ..., num_suffix_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_prediction_accepted_tokens: _Optional[int] = ..., num_heads_draft_tokens: _Optional[int] = ..., num_heads_accepted_tokens: _Optional[int] = ..., num_paths: _Optional[int] = ..., num_target_changes: _Optional[int] = ..., num_draft_changes: _Optional[int] = ...) -> None: ...
+    num_grammar_draft_tokens: int
+    num_grammar_accepted_tokens: int
+    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ..., num_model_draft_tokens: _Optional[int] = ..., num_model_accepted_tokens: _Optional[int] = ..., num_ngram_draft_tokens: _Optional[int] = ..., num_ngram_accepted_tokens: _Optional[int] = ..., num_suffix_draft_tokens: _Optional[int] = ..., num_suffix_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_prediction_accepted_tokens: _Optional[int] = ..., num_heads_draft_tokens: _Optional[int] = ..., num_heads_accepted_tokens: _Optional[int] = ..., num_paths: _Optional[int] = ..., num_target_changes: _Optional[int] = ..., num_draft_changes: _Optional[int] = ..., num_grammar_draft_tokens: _Optional[int] = ..., num_grammar_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class TimeSplit(_message.Message):
     __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")

@@ -53,12 +53,16 @@ class CoordinatorServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generates. Messages: one started, log-probabilities of the prompt if requested, deltas, one finished. Fields not known to the server are INVALID_ARGUMENT.
+        """Generates. Messages: one started, log-probabilities of the prompt if requested, deltas, one finished; of several
+        choices each has its own, by `choice`, and all start before any other message. Fields not known to the server are
+        INVALID_ARGUMENT.
         Errors carry google.rpc.ErrorInfo, BadRequest for fields, RetryInfo if waiting helps. A text whose target is lost
         goes on at another one, with `moved` where numerics differ; without any it waits for a time. Then, after three
         losses in a row, and where a coordinator stops before the end of the text, it is UNAVAILABLE: send the request again
         with `resume` and, under COUPLED, the seed of `started`; the text continues. A stopping coordinator refuses new
         requests UNAVAILABLE.
+        Of several choices, one that fails does not end the others: its error, or that of the first one, ends the stream
+        when they have finished. Choices without `finished` are resumed one by one, with n 1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -16,20 +16,22 @@ class BadWord(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ResolvedSamplingParams(_message.Message):
-    __slots__ = ("rule", "seed", "stop_token_ids", "prompt_length", "sampling", "bad_words")
+    __slots__ = ("rule", "seed", "stop_token_ids", "prompt_length", "sampling", "end_token_ids", "bad_words")
     RULE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     rule: _types_pb2.Rule
     seed: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
     sampling: _coordinator_service_pb2.SamplingParams
+    end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bad_words: _containers.RepeatedCompositeFieldContainer[BadWord]
-    def __init__(self, rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_coordinator_service_pb2.SamplingParams, _Mapping]] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ...) -> None: ...
+    def __init__(self, rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_coordinator_service_pb2.SamplingParams, _Mapping]] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ...) -> None: ...
 
 class OpenItem(_message.Message):
     __slots__ = ("session", "incarnation", "params", "length_max", "vocabulary_size", "trace", "cache_salt", "age_ms")

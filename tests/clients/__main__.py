@@ -1,9 +1,10 @@
 """`python -m tests.clients`: programs of others, unmodified, against a running `specdec serve --http-port`.
 
 Each client gets an environment of its own, made once, and a short program (`scripts/`) that asks as the client's pages
-show it: a chat whole and streamed, with seed and usage, and tools. Texts and usage must be those of `Generate`, calls
-those that the model wrote. A benchmark's report must have what the coordinator counted meanwhile, an evaluation the
-scores of its own model. Prints a table; ends with 1 if an answer differs or a client fails.
+show it: a chat whole and streamed, with seed and usage, tools, and objects of a type. Texts and usage must be those of
+`Generate`, calls those that the model wrote, every answer of the chat model an object of the type. A benchmark's report
+must have what the coordinator counted meanwhile, an evaluation the scores of its own model. Prints a table; ends with 1
+if an answer differs or a client fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.clients.served import CASES, COUNTERS, SCORES, served
+from tests.clients.served import CASES, COUNTERS, OBJECTS, SCORES, served
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CLIENT_TIMEOUT_S = 600
@@ -52,10 +53,17 @@ class Foreign:
 
 CLIENTS = {
     "langchain-openai": Foreign(
-        ("langchain-openai==1.7.4",), "langchain_openai_chat.py", (*TEXTS, "calls", "streamed calls")
+        ("langchain-openai==1.7.4",), "langchain_openai_chat.py", (*TEXTS, "calls", "streamed calls", *OBJECTS[:2])
     ),
-    "instructor": Foreign(("instructor==1.17.0",), "instructor_tools.py", ("calls",)),
-    "pydantic-ai": Foreign(("pydantic-ai-slim[openai]==2.68.0",), "pydantic_ai_agent.py", (*TEXTS, "calls")),
+    "instructor": Foreign(
+        ("instructor==1.17.0",),
+        "instructor_tools.py",
+        ("calls", *OBJECTS[:2], "strict tool objects", "json objects"),
+    ),
+    "openai": Foreign(("openai==3.57.0",), "openai_structured.py", ("schema objects", "streamed tool objects")),
+    "pydantic-ai": Foreign(
+        ("pydantic-ai-slim[openai]==2.68.0",), "pydantic_ai_agent.py", (*TEXTS, "calls", *OBJECTS[:2])
+    ),
     "litellm": Foreign(("litellm==1.110.2",), "litellm_completion.py", (*TEXTS, "calls")),
     "llm": Foreign(("llm==0.36",), "llm_model.py", (*TEXTS, "calls", "streamed calls")),
     "guidellm": Foreign(GUIDELLM, "guidellm_run.py", COUNTED),

@@ -1,5 +1,5 @@
-"""What clients are run against: two `specdec serve --http-port`, the embedded pair with a ChatML template and a model
-that writes two tool calls; and what their answers must be, by gRPC."""
+"""What clients are run against: three `specdec serve --http-port`, the embedded pair with a ChatML template, a model
+that writes two tool calls, and a chat model; and what their answers must be, by gRPC."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.folders import CHAT_MODEL
 from tests.support.gateways import chat_folder, scripted_models
 from tests.support.pages import read_page
 from tests.support.ports import free_port
@@ -23,6 +24,8 @@ from tests.support.services import MODELS, Client
 MODEL = "embedded"
 QUESTION = "Name three colours."
 REQUEST_COUNT = 6  # of a benchmark
+TASK, OBJECT_COUNT = "Describe a person with name, age and moods.", 5  # of each way to get an object
+OBJECTS = ("schema objects", "tool objects", "strict tool objects", "json objects", "streamed tool objects")
 COUNTERS = {  # of the coordinator's page, by the names of answers
     "prompt tokens": "vllm:prompt_tokens_total",
     "output tokens": "vllm:generation_tokens_total",
@@ -58,12 +61,14 @@ TOOLS = [
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Addresses of the pair's gateway and its coordinator's metrics, its folder, the address of the model with calls,
-    and the expected answers by their names: texts, [prompt tokens, output tokens], calls, requests of a benchmark."""
+    """Addresses of the pair's gateway and its coordinator's metrics, of the model with calls and of the chat model; the
+    pair's folder, and the expected answers by their names: texts, [prompt tokens, output tokens], calls, requests of a
+    benchmark, numbers of objects."""
 
     chat: str
     metrics: str
     tools: str
+    objects: str
     folder: Path
     expected: dict[str, Any]
 
@@ -71,6 +76,7 @@ class Served:
     def job(self) -> dict[str, Any]:
         """What the program of a client reads."""
         urls = {"base_url": f"http://{self.chat}/v1", "tools_url": f"http://{self.tools}/v1"}
+        urls |= {"chat_url": f"http://{self.objects}/v1", "task": TASK, "object_count": OBJECT_COUNT}
         benchmark = {"folder": str(self.folder), "request_count": REQUEST_COUNT}
         return (
             urls
@@ -112,7 +118,12 @@ def served(folder: Path) -> Iterator[Served]:
     metrics = f"127.0.0.1:{free_port()}"
     pair = f"--model={chat}", f"--draft-model={MODELS / 'draft'}", "--dtype=float32", f"--metrics-address={metrics}"
     calling = f"--model={scripted}", f"--draft-model={scripted}"
-    with serve(*pair) as (coordinator, gateway), serve(*calling) as (_, tools):
+    chatting = f"--model={CHAT_MODEL}", f"--draft-model={MODELS / 'smollm2-draft'}"
+    with (
+        serve(*pair) as (coordinator, gateway),
+        serve(*calling) as (_, tools),
+        serve(*chatting) as (_, objects),
+    ):
         client = Client(coordinator)
         try:
             outcome = client.generate(PROMPT, **SAMPLING)
@@ -121,4 +132,5 @@ def served(folder: Path) -> Iterator[Served]:
         usage = [outcome.started.prompt_length, len(outcome.token_ids)]
         expected = {"whole": outcome.text, "streamed": outcome.text, "usage": usage, "streamed usage": usage}
         expected |= {"calls": CALLS, "streamed calls": CALLS, "answered": REQUEST_COUNT, "failed": 0, **CASES, **SCORES}
-        yield Served(gateway, metrics, tools, chat, expected)
+        expected |= dict.fromkeys(OBJECTS, OBJECT_COUNT)
+        yield Served(gateway, metrics, tools, objects, chat, expected)

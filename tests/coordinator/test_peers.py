@@ -29,7 +29,7 @@ from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
-from specdec.protocol.items import NO_TRACE, Close, DraftNode, Failure, Nodes, PromptPart, VerificationResult
+from specdec.protocol.items import NO_TRACE, Close, DraftNode, Failure, Nodes, Open, PromptPart, VerificationResult
 from specdec.protocol.limits import ITEM_COUNT_MAX, UINT32_MAX
 from specdec.protocol.report import Started
 from specdec.protocol.session import Session
@@ -498,4 +498,28 @@ async def test_a_malformed_part_of_a_prompt_ends_the_target_for_the_text(answer:
         else:
             with pytest.raises(ReplicaUnavailable, match="malformed"):
                 await generation.next_event()
+        generation.close()
+
+
+async def test_a_further_choice_begins_where_the_first_is() -> None:
+    """Claim: a further choice is opened at the target that the first one is at, with an age, so that it waits there
+    for space as a text under way does; if that target takes no new text it waits for another one, and ends if none
+    comes in time.
+
+    Conclusive: what the targets are sent is recorded; the second target is not the one that was chosen.
+    """
+    chosen, other = Recorder(), Recorder()
+    first, second, third = (generation_of(chosen, None, wait_s=0.01) for _ in range(3))
+    first.begin()
+    assert [item.age_ms for item in chosen.sent if isinstance(item, Open)] == [0]
+    second.follow(first)
+    assert [item.age_ms > 0 for item in chosen.sent if isinstance(item, Open)] == [False, True]
+    first._target = other  # it has moved
+    other.is_up = False
+    third.follow(first)
+    assert not other.sent and len([item for item in chosen.sent if isinstance(item, Open)]) == 2
+    assert (await third.next_event()).max_tokens == 100
+    with pytest.raises(ReplicaUnavailable, match="the target of the first choice"):
+        await third.next_event()
+    for generation in (first, second, third):
         generation.close()

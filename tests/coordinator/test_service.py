@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator
 
@@ -48,12 +47,13 @@ async def test_a_request_without_slot_is_not_read(coordinator: Coordinator) -> N
 
     Conclusive: the same request meets both; a request read first would be refused by its field both times.
     """
-    async with coordinator._slots:
-        with pytest.raises(CacheExhausted, match="places"):
-            await anext(coordinator.generate(TOO_MANY, Call()))
+    coordinator._take_places(1)
+    with pytest.raises(CacheExhausted, match="places"):
+        await anext(coordinator.generate(TOO_MANY, Call()))
+    coordinator._free_count += 1
     with pytest.raises(InvalidRequest, match="sampling.stop is 17; it must be at most 16 entries"):
         await anext(coordinator.generate(TOO_MANY, Call()))
-    assert not coordinator._slots.locked()
+    assert coordinator._free_count == 1
 
 
 async def test_a_request_is_read_beside_the_event_loop(
@@ -74,17 +74,19 @@ async def test_a_request_is_read_beside_the_event_loop(
 
 
 class Ready:
-    """A generation whose events have all happened while its client read nothing."""
+    """A request whose events have all happened while its client read nothing."""
 
     def __init__(self, *events) -> None:
         self._events = list(events)
 
-    def begin(self, _ending) -> None:
+    generations = (None,)
+
+    def begin(self) -> None:
         pass
 
-    async def next_event(self):
-        await asyncio.sleep(0)
-        return self._events.pop(0)
+    async def events(self):
+        for event in self._events:
+            yield 0, event
 
     def close(self) -> None:
         pass
@@ -99,10 +101,8 @@ async def test_a_merged_delta_leaves_in_several_messages(
     merged = Delta(0, tuple(range(count)), (TokenKind.BONUS,) * count, "x" * count, (1,) * count)
     finished = Finished(FinishReason.LENGTH, "", None, 1, count, Statistics(), "")
 
-    async def admit(*_arguments):
-        return Ready(merged, finished), None, TARGET
-
-    monkeypatch.setattr(coordinator, "_admit", admit)
+    monkeypatch.setattr(coordinator, "_read", lambda *_: None)
+    monkeypatch.setattr(coordinator, "_admit", lambda *_: (Ready(merged, finished), TARGET))
     messages = [message async for message in coordinator.generate(pb.GenerateRequest(), Call())]
     parts = [message.delta for message in messages if message.HasField("delta")]
     assert [len(part.token_ids) for part in parts] == [DELTA_TOKEN_COUNT_MAX, DELTA_TOKEN_COUNT_MAX, 5]

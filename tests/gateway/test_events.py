@@ -121,8 +121,10 @@ def test_the_openai_client_reads_both_kinds(address: str) -> None:
     assert [model.id for model in client.models.list()] == ["embedded"]
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="n is not supported"):
-        client.chat.completions.create(**ask_for, n=2)
+    both = client.chat.completions.create(**ask_for, n=2)
+    assert [choice.index for choice in both.choices] == [0, 1] and both.choices[0].message.content == text
+    with pytest.raises(openai.BadRequestError, match="n: .* 16"):
+        client.chat.completions.create(**ask_for, n=17)
 
 
 def test_rounds_and_metrics_are_those_of_the_statistics(address: str) -> None:

@@ -25,6 +25,7 @@ VALUE_MODULES = (
     "tree_shape",
     "heads",
     "prefix_digests",
+    "grammar",
 )
 VALUES = tuple(f"specdec.protocol.{name}" for name in VALUE_MODULES)
 
@@ -103,6 +104,7 @@ TABLE = (
         ),
         NETWORK_LIBRARIES + ("asyncio", "transformers"),
     ),
+    Imports("specdec.grammar", ("specdec.errors", *VALUES), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",)),
     Imports(
         "specdec.telemetry",
         ("specdec.__version__", "specdec.errors", "specdec.terminal", "specdec.config", *VALUES),
@@ -174,6 +176,7 @@ TABLE = (
             "specdec.config",
             "specdec.folders",
             "specdec.engine",
+            "specdec.grammar",
             "specdec.rpc",
             "specdec.telemetry",
             "specdec.v1",
@@ -189,6 +192,7 @@ TABLE = (
                 "specdec.config",
                 "specdec.decoding",
                 "specdec.engine",
+                "specdec.grammar",
                 "specdec.replica",
                 "specdec.rpc",
                 "specdec.telemetry",
@@ -214,6 +218,7 @@ TABLE = (
             "specdec.errors",
             "specdec.config",
             "specdec.folders",
+            "specdec.grammar",
             "specdec.policy",
             "specdec.protocol",
             "specdec.rpc",

@@ -107,6 +107,18 @@ class Client:
             self.take(outcome, response)
         return outcome
 
+    def choices(self, prompt: str | Sequence[int], n: int, timeout_s: float = 120.0, **asked: Any) -> list[Outcome]:
+        """Runs a request of several choices to its end. Fails for an event before all have started, and for one after
+        the end of its choice. Raises grpc.RpcError."""
+        outcomes = [Outcome() for _ in range(n)]
+        started_count = 0
+        for response in self.stub.Generate(self.request(prompt, n=n, **asked), timeout=timeout_s):
+            started_count += response.HasField("started")
+            assert response.HasField("started") or started_count == n
+            assert outcomes[response.choice].finished is None
+            self.take(outcomes[response.choice], response)
+        return outcomes
+
     @staticmethod
     def take(outcome: Outcome, response: pb.GenerateResponse) -> None:
         """Adds one message to an outcome."""

@@ -21,7 +21,7 @@ from tests.support.traces import CLIENT, INTERNAL, SERVER, SOON, ReadTrace, attr
 ROUNDING_NS = 100_000  # the target's times arrive in microseconds
 TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=2000)
 ROW_COUNTS_MAX = {10: 75, 300: 160, 2000: 550}  # by rounds
-PROPOSERS = ("model", "ngram", "suffix", "prediction", "heads")  # as statistics name them
+PROPOSERS = ("model", "ngram", "suffix", "prediction", "heads", "grammar")  # as statistics name them
 SUMS = {
     *(("coordinator", f"{part}, summed") for part in ("wait", "network", "rule")),
     *(("target", f"{part}, summed") for part in ("queue", "forward", "sampling")),

@@ -1,11 +1,13 @@
-"""pydantic-ai: an agent's answer, whole and streamed, and the calls of a model's response."""
+"""pydantic-ai: an agent's answer, whole and streamed, the calls of a model's response, and answers as objects."""
 
 import asyncio
 import json
 import sys
 from importlib.metadata import version
+from typing import Any, Literal
 
-from pydantic_ai import Agent
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.direct import model_request_sync
 from pydantic_ai.messages import ModelRequest, ToolCallPart
 from pydantic_ai.models import ModelRequestParameters
@@ -14,6 +16,21 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.tools import ToolDefinition
 
 job = json.load(sys.stdin)
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+    moods: list[Literal["happy", "sad", "calm"]]
+
+
+def objects_of(output: Any) -> int:
+    """How many answers of a chat model are objects of the type, without a second try."""
+    asking = Agent(model_at(job["chat_url"]), output_type=output, retries=0)
+    made = [asking.run_sync(job["task"], model_settings={"seed": number}) for number in range(job["object_count"])]
+    return sum(isinstance(one.output, Person) for one in made)
 
 
 def model_at(url: str) -> OpenAIChatModel:
@@ -48,5 +65,7 @@ answers = {
     "usage": [usage.input_tokens, usage.output_tokens],
     "streamed usage": streamed_usage,
     "calls": [[part.tool_name, part.args_as_dict()] for part in response.parts if isinstance(part, ToolCallPart)],
+    "tool objects": objects_of(ToolOutput(Person)),
+    "schema objects": objects_of(NativeOutput(Person)),
 }
 print(json.dumps({"version": version("pydantic-ai-slim"), "answers": answers}))

@@ -1,0 +1,87 @@
+"""A grammar of a request as the Lark text that the library compiles.
+
+All kinds become one: then one option holds for all, that every tokenisation of a legal text is legal. Without it the
+library allows one token where only one text may follow, the one that its tokenizer would choose.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from specdec.errors import InvalidRequest
+from specdec.grammar.schemas import check_schema
+from specdec.protocol.grammar import Grammar
+
+DEPTH_MAX = 64  # of a JSON schema: the library's own recursion ends at twice that
+EVERY_TOKENISATION = '\n%llguidance {"no_forcing": true}\n'  # the last of its kind counts
+OPTIONS_KEY = "x-guidance"
+
+
+def lark_text(grammar: Grammar) -> str:
+    """Returns the text. Raises InvalidRequest for a JSON schema that is no JSON object, is too deep, has a word that is
+    not followed exactly, or no solution of finite length."""
+    if grammar.json_schema:
+        return _json(_checked(grammar.json_schema), grammar.allow_whitespace)
+    if grammar.json_object:
+        return _json('{"type":"object"}', grammar.allow_whitespace)
+    if grammar.regex:
+        from llguidance import regex_to_lark
+
+        return f"start: /{regex_to_lark(grammar.regex, use_ascii='')}/{EVERY_TOKENISATION}"
+    if grammar.choice:
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in grammar.choice)
+        return f"start: CHOICE\nCHOICE: {texts}{EVERY_TOKENISATION}"
+    return grammar.lark + EVERY_TOKENISATION
+
+
+def _json(schema: str, allow_whitespace: bool) -> str:
+    """The text of a JSON schema, which is an object as text, with the library's options as its first entry."""
+    options = {
+        "whitespace_flexible": allow_whitespace,
+        "item_separator": ",",
+        "key_separator": ":",
+        "lenient": False,
+        "coerce_one_of": False,
+    }
+    rest = schema.strip()[1:].lstrip()
+    comma = "" if rest.startswith("}") else ","
+    return f"start: %json {{{json.dumps(OPTIONS_KEY)}:{json.dumps(options)}{comma}{rest}{EVERY_TOKENISATION}"
+
+
+def _checked(text: str) -> str:
+    """A JSON schema as it is; raises InvalidRequest."""
+    if (depth := depth_of(text)) > DEPTH_MAX:
+        raise InvalidRequest("grammar.json_schema", f"{depth} levels deep", f"at most {DEPTH_MAX} levels deep")
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except ValueError as error:
+        raise InvalidRequest("grammar.json_schema", text, f"JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest("grammar.json_schema", text, "a JSON object")
+    if OPTIONS_KEY in schema:
+        raise InvalidRequest("grammar.json_schema", OPTIONS_KEY, "a schema without this word, the library's own")
+    check_schema(schema)
+    return text
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")
+
+
+def depth_of(text: str) -> int:
+    """Returns the most brackets that are open at once in a text of JSON; those in strings do not count."""
+    depth = most = 0
+    is_string = is_escaped = False
+    for letter in text:
+        if is_string:
+            is_string = is_escaped or letter != '"'
+            is_escaped = letter == "\\" and not is_escaped
+        elif letter == '"':
+            is_string = True
+        elif letter in "{[":
+            depth += 1
+            most = max(most, depth)
+        elif letter in "}]":
+            depth -= 1
+    return most

@@ -1,0 +1,1 @@
+"""Texts under grammars through running services: the proof that they are valid."""
