@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -181,13 +183,11 @@ def test_depth_does_not_count_brackets_in_strings() -> None:
 def test_a_process_without_grammars_does_not_hold_the_library() -> None:
     """Claim: the services' modules import neither the library nor read a tokenizer for it. Conclusive: a fresh process
     that imports all three and makes a compiler has no module of that name, and its tokenizer is not asked for."""
-    import subprocess
-    import sys
-
     code = (
         "import sys, specdec.coordinator.service, specdec.target_service.service, specdec.draft_service.service\n"
         "from specdec.grammar.jobs import MaskThreads\n"
         "MaskThreads(lambda: 1 / 0)\n"
         "assert 'llguidance' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
+    assert done.returncode == 0
