@@ -62,6 +62,10 @@ class Deadlines:
             self._answered_s = self._now_s
             self._usual_s = max(self._now_s - known.sent_s, FADING * self._usual_s)
 
+    def heard(self) -> None:
+        """A part of an answer came: the target is at work."""
+        self._answered_s = self._now_s
+
     def forget(self, session: int) -> None:
         """The session has ended; idempotent."""
         self._unanswered.pop(session, None)

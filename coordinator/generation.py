@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from specdec.coordinator.fleet import Choice, Fleet
 from specdec.coordinator.output import Appended, Ending, OutputProcessor
@@ -20,13 +21,13 @@ from specdec.coordinator.recording import Recorder
 from specdec.coordinator.statistics import RequestStatistics
 from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol import events
-from specdec.protocol.items import Failure, Nodes, Open, VerificationResult
+from specdec.protocol.items import Failure, Nodes, Open, PromptPart, VerificationResult
 from specdec.protocol.limits import UINT32_MAX
 from specdec.protocol.records import RoundRecord, RoundTimes
 from specdec.protocol.rejection import conclude, logprobs_of
 from specdec.protocol.report import Delta, Event, Finished, Round, Started
 from specdec.protocol.session import Session
-from specdec.protocol.types import Proposer, Rule, TokenKind
+from specdec.protocol.types import FinishReason, Proposer, Rule, TokenKind
 from specdec.telemetry.logs import get_logger
 
 NETWORK_ROUNDS = 4  # of plain decoding, between two records of the draft's network time: only pings measure it then
@@ -139,6 +140,9 @@ class Generation(Placement):
             if isinstance(event, events.FromTarget) and isinstance(event.item, Failure):
                 self._on_failure(event.item)
                 return
+            if isinstance(event, events.FromTarget) and isinstance(event.item, PromptPart):
+                self._on_prompt_part(event.item)
+                return
             if isinstance(event, events.FromTarget) and isinstance(event.item, VerificationResult):
                 if not session.expects(event.item):
                     return
@@ -167,6 +171,31 @@ class Generation(Placement):
                 self._target.health.answered(times.round_trip_s, record.step.active_sessions, times.end_s)
             self._loop.call_soon(self._learn, record)  # after the task of the link has written the next verification
 
+    def _on_prompt_part(self, item: PromptPart) -> None:
+        """Hands log-probabilities of the prompt to the client; the last end a text without output. Raises Lost."""
+        session, part, length = self._session, item.logprobs, self._session.params.prompt_length
+        if item.incarnation != session.target_incarnation:
+            return
+        start, end, size = part.first_index, part.end_index, session.vocabulary_size
+        top_count = min(session.params.prompt_logprobs or 0, size)
+        is_next = start == session.scored_index > 0 and end <= length
+        if not is_next or list(part.token_ids) != session.committed[start:end]:
+            self._malformed("log-probabilities of other prompt tokens than the next")
+        if len(part.top_token_ids) != top_count * len(part.token_ids) or max(part.top_token_ids, default=0) >= size:
+            self._malformed("other likeliest tokens than asked for")
+        if self._loss_count or self._is_moving:
+            self._on_answered(self._output.count)
+        session.scored_index = end if end < length else 0
+        self._emit(part)
+        if not session.scored_index and not self._output.max_tokens:
+            self._step(events.End())
+            self._finish(Ending(FinishReason.LENGTH))
+
+    def _malformed(self, error: str) -> NoReturn:
+        """An answer is the target's fault, not the request's."""
+        get_logger().error("malformed verification result", **self.names, error=error)
+        raise Lost("the target sent a malformed answer", "malformed") from None
+
     def _count_received(self, event: events.Event, byte_count: int) -> None:
         draft = self._draft
         if isinstance(event, events.FromDraft) and draft is not None:
@@ -180,11 +209,12 @@ class Generation(Placement):
         """Applies the rule to a result and appends its tokens to the output. Raises SpecdecError."""
         flying, answered_s = self._session.in_flight, time.monotonic()
         assert flying is not None
+        if self._session.scored_index:
+            self._malformed("log-probabilities of the prompt are missing")
         try:
             verdict = conclude(self._session.params, flying, answer.output)
-        except InvalidRequest as error:  # the target's fault, not the request's
-            get_logger().error("malformed verification result", **self.names, error=str(error))
-            raise Lost("the target sent a malformed answer", "malformed") from None
+        except InvalidRequest as error:
+            self._malformed(str(error))
         tokens = (*map(flying.draft_token_ids.__getitem__, verdict.accepted), verdict.next_token_id)
         appended = self._output.append(tokens)
         times = self._times._replace(end_s=time.monotonic(), round_trip_s=answered_s - self._times.sent_s)

@@ -19,7 +19,7 @@ from specdec.policy.acceptance import Acceptance
 from specdec.policy.draft_time import DraftTimes
 from specdec.policy.steps import StepTimes
 from specdec.protocol.events import DraftLost, DraftStops, Event, FromDraft, FromTarget, TargetLost
-from specdec.protocol.items import Nodes, Verification, VerificationResult
+from specdec.protocol.items import Nodes, PromptPart, Verification, VerificationResult
 from specdec.protocol.types import Description, Rule
 from specdec.telemetry.logs import get_logger
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -87,6 +87,8 @@ class Target(Peer):
     def _event_of(self, item: Any) -> Event:
         if isinstance(item, VerificationResult):
             self._deadlines.answered(item)
+        elif isinstance(item, PromptPart):
+            self._deadlines.heard()
         return FromTarget(item)
 
     def _on_down(self, reason: str) -> None:

@@ -36,7 +36,7 @@ from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
 from specdec.protocol.tree_shape import path_count_max
-from specdec.protocol.types import Description, Proposer, ResolvedSamplingParams
+from specdec.protocol.types import Description, FinishReason, Proposer, ResolvedSamplingParams
 from specdec.rpc.convert_generate import (
     check_counts,
     choice_count,
@@ -179,6 +179,8 @@ class Coordinator:
         """Returns the request with its tokens. Runs in a thread, once the request has its slot. Raises
         InvalidRequest."""
         request = request_from_message(message, target.positions_max)
+        if request.sampling.max_tokens == 0:
+            request = replace(request, speculative=replace(request.speculative, enabled=False))
         prompt = (
             request.token_ids if request.text is None else self._tokenizer.encode(request.text, target.positions_max)
         )
@@ -201,8 +203,9 @@ class Coordinator:
             if len(predicted) > target.positions_max:
                 limit = f"at most {target.positions_max} tokens, the target's positions"
                 raise InvalidRequest("prediction.text", f"text of {len(predicted)} tokens", limit)
+        ending = Ending(FinishReason.LENGTH) if not max_tokens and len(prompt) == 1 else resumed.ending
         bad_words = bad_word_tokens(sampling, self._tokenizer, target.vocabulary_size)
-        return Prompted(request, prompt, outputs, resumed.ending, predicted, bad_words)
+        return Prompted(request, prompt, outputs, ending, predicted, bad_words)
 
     def _admit(
         self,
@@ -214,7 +217,7 @@ class Coordinator:
         """Returns the generations, not yet begun, and the model of their target, whose numerics may be others than
         those of `model`. Raises SpecdecError."""
         request, prompt, outputs, ending, _, bad_words = prompted
-        length_max = len(prompt) + outputs[0].max_tokens
+        length_max = len(prompt) + max(1, outputs[0].max_tokens)
         tokens = [*prompt, *request.resumed_token_ids]
         number = next(self._numbers)
         choice = self.fleet.choose(request, number, model, tokens, length_max)
@@ -265,6 +268,7 @@ class Coordinator:
             Calibration(fleet.calibration, SESSION_OUTCOMES),
             Proposer.HEADS in choice.proposers,
             legal_runs,
+            int(request.scores_prompt and len(prompted.prompt) > 1),
         )
 
     async def describe(

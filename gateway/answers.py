@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.gateway.calls import SPECIAL_MARK, CallArguments, CallStart, Content, Event, ToolCallParser
+from specdec.gateway.prompt_logprobs import LOGPROB_MIN, Given, as_json, echoed_entries, echoes
 from specdec.gateway.prompts import Prompts
 from specdec.gateway.reports import rounds_of, speculative_decoding, statistics_of
 from specdec.gateway.requests import ChatRequest, CompletionRequest
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import types_pb2 as types_pb
 
-LOGPROB_MIN = -9999.0  # stands for minus infinity, which JSON lacks
 REASONS = {coordinator_pb.FINISH_REASON_STOP: "stop", coordinator_pb.FINISH_REASON_LENGTH: "length"}
 CALLS = "tool_calls"
 DONE = b"data: [DONE]\n\n"
@@ -42,12 +43,18 @@ class Part:
 
 
 class Choice:
-    """One text on its way. `started` and `finished` are gRPC's; `output_count`: tokens so far."""
+    """One text on its way. `started` and `finished` are gRPC's; `output_count`: tokens so far; `given`: its prompt, if
+    the answer has anything of it."""
 
     def __init__(
-        self, index: int, body: ChatRequest | CompletionRequest, prompts: Prompts, parser: ToolCallParser | None
+        self,
+        index: int,
+        body: ChatRequest | CompletionRequest,
+        prompts: Prompts,
+        parser: ToolCallParser | None,
+        given: Given | None = None,
     ) -> None:
-        self.index = index
+        self.index, self.given = index, given
         self.output_count = 0
         self.started: coordinator_pb.Started | None = None
         self.finished: coordinator_pb.Finished | None = None
@@ -55,22 +62,49 @@ class Choice:
         self._body, self._prompts, self._parser = body, prompts, parser
         self._is_chat = isinstance(body, ChatRequest)
         self._has_logprobs = body.logprobs is not None and body.logprobs is not False
-        self._is_plain = not (self._has_logprobs or body.return_token_ids or body.speculative.rounds or parser)
+        self._is_echo_due = echoes(body)
+        self._prompt_parts: list[types_pb.PromptLogprobs] = []
+        own = self._has_logprobs or self._is_echo_due or body.return_token_ids or body.speculative.rounds
+        self._is_plain = not (own or parser)
         self._ends_after_call = parser is not None and isinstance(body, ChatRequest) and not body.parallel_tool_calls
         self._has_call = False
         self._text_length = 0
         self._round_count = 0
+
+    def take_prompt(self, part: types_pb.PromptLogprobs) -> None:
+        """Keeps a part of the prompt's log-probabilities."""
+        self._prompt_parts.append(part)
+
+    @property
+    def prompt_logprobs(self) -> str | None:
+        """The log-probabilities of the prompt in vLLM's form, as JSON; None if the body does not ask for them."""
+        count = self._body.prompt_logprobs
+        return None if count is None else as_json(self._prompt_parts, count, self._prompts)
+
+    def _begun(self) -> Part:
+        """Returns a part to add to: empty, or the answer's first with the prompt that it repeats."""
+        part, given, body = Part(), self.given, self._body
+        if self._is_echo_due and given is not None:
+            self._is_echo_due = False
+            part.events = [Content(given.text)]
+            self._text_length = len(given.text)
+            if self._has_logprobs:
+                shown = self._prompts, body.return_tokens_as_token_ids
+                part.logprobs = echoed_entries(given, self._prompt_parts, int(body.logprobs or 0), *shown)
+        return part
 
     def take(self, delta: coordinator_pb.Delta) -> Part | None:
         """Returns what a delta says to the client; None if nothing."""
         self.output_count += len(delta.token_ids)
         if self._is_plain:
             return Part([Content(delta.text)]) if delta.text else None
-        part = Part(self._events(self._parser.feed(marked_text(delta, self._parser.mark_id))) if self._parser else [])
-        if self._parser is None and delta.text:
-            part.events = [Content(delta.text)]
+        part = self._begun()
+        if self._parser is not None:
+            part.events += self._events(self._parser.feed(marked_text(delta, self._parser.mark_id)))
+        elif delta.text:
+            part.events.append(Content(delta.text))
         if self._has_logprobs:
-            part.logprobs = self._logprobs(delta)
+            part.logprobs += self._logprobs(delta)
         if self._body.return_token_ids:
             part.token_ids = list(delta.token_ids)
         if self._body.speculative.rounds:
@@ -84,7 +118,8 @@ class Choice:
     def end(self, finished: coordinator_pb.Finished) -> Part:
         """Returns the last part."""
         self.finished, self.has_ended = finished, True
-        part = Part(reason=REASONS.get(finished.reason, "stop"))
+        part = self._begun()
+        part.reason = REASONS.get(finished.reason, "stop")
         if self._parser is not None:
             part.events = self._events(self._parser.end(part.reason or "stop"))
             if self._parser.call_count and part.reason == "stop":
@@ -159,7 +194,10 @@ def completion_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
         "token_logprobs": [own["logprob"] for own in entries],
         "tokens": [own["token"] for own in entries],
         "top_logprobs": [
-            {one["token"]: one["logprob"] for one in (*reversed(own["top_logprobs"]), own)} for own in entries
+            None
+            if own["logprob"] is None
+            else {one["token"]: one["logprob"] for one in (*reversed(own["top_logprobs"]), own)}
+            for own in entries
         ],
     }
 
@@ -172,11 +210,10 @@ class Answer:
         body: ChatRequest | CompletionRequest,
         choices: list[Choice],
         model: str,
-        prompt_ids: list[list[int]],
         draft_length_max: int,
     ) -> None:
-        """`prompt_ids`: of each prompt, if the body asks for them; `draft_length_max`: of this server."""
-        self._body, self.choices, self._prompt_ids = body, choices, prompt_ids
+        """`draft_length_max`: of this server."""
+        self._body, self.choices = body, choices
         self._is_chat = isinstance(body, ChatRequest)
         self._draft_length_max = draft_length_max
         started = choices[0].started
@@ -197,7 +234,7 @@ class Answer:
             return b""
         chunks = [self._chunk(own, {"delta": {"role": "assistant", "content": ""}}) for own in self.choices]
         if self._body.return_token_ids:
-            more = f',"prompt_token_ids":{to_json(self._prompt_ids[0])}}}\n\n'
+            more = f',"prompt_token_ids":{to_json(prompt_ids_of(self.choices[0]))}}}\n\n'
             chunks[0] = chunks[0].removesuffix(b"}\n\n") + more.encode()
         return b"".join(chunks)
 
@@ -213,7 +250,7 @@ class Answer:
         if part.token_ids:
             more["token_ids"] = part.token_ids
             if not self._is_chat and choice.output_count == len(part.token_ids):
-                more["prompt_token_ids"] = self._prompt_ids[choice.index // self._body.n]
+                more["prompt_token_ids"] = prompt_ids_of(choice)
         beside = part.speculative if part.reason is None else None
         texts: list[dict[str, Any]]
         if self._is_chat:
@@ -261,10 +298,13 @@ class Answer:
 
     def whole(self, parts: list[list[Part]]) -> bytes:
         """Returns the whole answer; `parts`: of each choice, all of them."""
-        whole: dict[str, Any] = dict(self._head)
-        whole["choices"] = [self._whole_choice(choice, own) for choice, own in zip(self.choices, parts, strict=True)]
+        choices = []
+        for choice, own in zip(self.choices, parts, strict=True):
+            text = to_json(self._whole_choice(choice, own))
+            choices.append(text if self._is_chat else with_prompt_logprobs(text, choice))
+        whole: dict[str, Any] = {}
         if self._is_chat and self._body.return_token_ids:
-            whole["prompt_token_ids"] = self._prompt_ids[0]
+            whole["prompt_token_ids"] = prompt_ids_of(self.choices[0])
         whole |= self._ending()
         speculative: dict[str, Any] = {}
         for part in parts[0]:
@@ -272,7 +312,8 @@ class Answer:
                 speculative[name] = speculative[name] + value if name in speculative else value
         if speculative:
             whole["speculative"] = speculative
-        return to_json(whole).encode()
+        text = f'{to_json(self._head)[:-1]},"choices":[{",".join(choices)}],{to_json(whole)[1:]}'
+        return (with_prompt_logprobs(text, self.choices[0]) if self._is_chat else text).encode()
 
     def _whole_choice(self, choice: Choice, parts: list[Part]) -> dict[str, Any]:
         events = [event for part in parts for event in part.events]
@@ -292,7 +333,7 @@ class Answer:
         if self._body.return_token_ids:
             own["token_ids"] = [token_id for part in parts for token_id in part.token_ids]
             if not self._is_chat:
-                own["prompt_token_ids"] = self._prompt_ids[choice.index // self._body.n]
+                own["prompt_token_ids"] = prompt_ids_of(choice)
         return own
 
     def _usage(self) -> dict[str, Any]:
@@ -319,6 +360,17 @@ class Answer:
             return {"usage": usage}
         metrics = speculative_decoding(finished[0].statistics, self._draft_length_max)
         return {"usage": usage, "metrics": {"speculative_decoding": metrics}}
+
+
+def prompt_ids_of(choice: Choice) -> list[int]:
+    """Returns the tokens of a choice's prompt, of a body that asks for them."""
+    return [] if choice.given is None else choice.given.token_ids
+
+
+def with_prompt_logprobs(text: str, choice: Choice) -> str:
+    """Returns an object of JSON with the log-probabilities of a choice's prompt, if its body asks for them."""
+    own = choice.prompt_logprobs
+    return text if own is None else f'{text[:-1]},"prompt_logprobs":{own}}}'
 
 
 def delta_of(event: Event) -> dict[str, Any]:

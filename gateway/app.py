@@ -30,6 +30,7 @@ from specdec.gateway.keys import Keys
 from specdec.gateway.metrics import OTHER, GatewayMetrics
 from specdec.gateway.page import page_routes
 from specdec.gateway.parameters import COMPLETION_TOKENS_DEFAULT, make_requests, salt_of
+from specdec.gateway.prompt_logprobs import given_prompts
 from specdec.gateway.prompts import Prompts, check_length
 from specdec.gateway.requests import (
     ChatRequest,
@@ -137,23 +138,22 @@ class Gateway:
             raise HttpError(400, sentence, "invalid_value", "speculative")
         described = self._coordinators.description
         positions_max = described.target.positions_max
-        prompt_ids: list[list[int]] = []
-        if body.return_token_ids:
-            for prompt in given:
-                own = prompt if not isinstance(prompt, str) else await self._prompts.encode(prompt, positions_max)
-                prompt_ids.append(own)
+        whole = await given_prompts(body, given, self._prompts, positions_max)
         salt = salt_of(request.scope.get(IDENTITY), body.cache_salt)
         requests = make_requests(body, given, self._prompts, positions_max, salt, self._defaults, grammar)
         trace = request.headers.get("traceparent")
         metadata = [("traceparent", trace)] if trace and trace.isascii() else []
         streams = [self._coordinators.messages(own, body.has_statistics, metadata) for own in requests]
         count = len(streams) * body.n
-        choices = [Choice(index, body, self._prompts, self._parser(tools)) for index in range(count)]
+        choices = [
+            Choice(index, body, self._prompts, self._parser(tools), whole[index // body.n] if whole else None)
+            for index in range(count)
+        ]
         try:
             await start_all(streams, choices)
         except SpecdecError as error:
             raise await self._explained(error, given, body) from error
-        answer = Answer(body, choices, self.model, prompt_ids, described.num_speculative_tokens_max)
+        answer = Answer(body, choices, self.model, described.num_speculative_tokens_max)
         headers = {"x-request-id": answer.request_id}
         if body.stream:
             return EventStream(answer, streams, headers, self.running, self.count)

@@ -120,6 +120,8 @@ async def parts_of(
     async with aclosing(merged(streams)) as responses:
         async for index, response in responses:
             choice = choices[index * count + response.choice]
+            if response.HasField("prompt_logprobs"):
+                choice.take_prompt(response.prompt_logprobs)
             if choice.has_ended or not (response.HasField("delta") or response.HasField("finished")):
                 continue
             part = choice.take(response.delta) if response.HasField("delta") else choice.end(response.finished)

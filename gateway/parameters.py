@@ -9,6 +9,7 @@ from typing import Any
 from specdec.client.request import Request, make_request
 from specdec.gateway.errors import too_long
 from specdec.gateway.fields import SAME_FORM
+from specdec.gateway.prompt_logprobs import count_of
 from specdec.gateway.prompts import Prompts
 from specdec.gateway.requests import ChatRequest, CompletionRequest, Generation, Speculative
 
@@ -52,7 +53,7 @@ def make_requests(
         most = body.output_count_max
         if not isinstance(prompt, str):
             left = positions_max - len(prompt)
-            least = 1 if most is None else most
+            least = most or 1
             if left < least:
                 raise too_long(positions_max, len(prompt), least, param)
             most = left if most is None and isinstance(body, ChatRequest) else most
@@ -79,6 +80,7 @@ def sampling_fields(body: Generation, prompts: Prompts, defaults: Mapping[str, A
         "allowed_token_ids": body.allowed_token_ids or (),
         "logit_bias": {int(key): bias for key, bias in (body.logit_bias or {}).items()},
         "logprobs": logprob_count(body),
+        "prompt_logprobs": count_of(body),
     }
 
 

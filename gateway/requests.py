@@ -191,8 +191,8 @@ class Generation(SamplingParams):
     """The fields that both endpoints have."""
 
     model: Name | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = Field(
         None, description=MEANINGS["SamplingParams.top_k"]
     )
@@ -215,6 +215,7 @@ class Generation(SamplingParams):
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -236,6 +237,8 @@ class Generation(SamplingParams):
             )
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid_value", "stream_options needs stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("invalid_value", "prompt_logprobs needs stream: false")
         if self.answer_schema is not None and self.structured_outputs is not None:
             raise PydanticCustomError(
                 "invalid_value",
@@ -349,6 +352,7 @@ class CompletionRequest(Generation):
     endpoint = COMPLETIONS
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    echo: bool = False
     best_of: Annotated[int, Field(ge=N_MIN, le=N_MAX)] | None = None
 
     @model_validator(mode="after")

@@ -159,8 +159,9 @@ class Admission:
     def _start(self, session: TargetSession) -> bool:
         """Allocates blocks for an empty session's request and a run, after its cached prefix; all of them or none."""
         cache, table, length = self._cache, session.table, session.wanted_length
-        found = cache.match_prefix(table, session.tokens) if self._shares_prefixes else 0
-        cache.truncate(table, min(found, len(session.tokens) - 1))
+        tokens = session.tokens[: session.reused_max] if session.scored_index else session.tokens
+        found = cache.match_prefix(table, tokens) if self._shares_prefixes else 0
+        cache.truncate(table, min(found, session.reused_max))
         session.guaranteed_length = guaranteed_length(session)
         if not self._grow(table, session.guaranteed_length):
             cache.free(table)

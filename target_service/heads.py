@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specdec.config import HeadSettings
+from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.heads import Heads, load_heads
 from specdec.engine.interface import CausalModel, HiddenStates
@@ -35,13 +36,13 @@ def load_head_proposer(model: CausalModel, settings: HeadSettings) -> tuple[Head
     return HeadProposer(heads, model.return_hidden()), heads.head_count
 
 
-def last_rows(requests: Sequence[VerificationRequest], outputs: Sequence[SamplerOutput]) -> dict[int, int]:
-    """Returns the row after the last accepted token of each request that wants heads, by its index: what the round
+def last_rows(requests: Sequence[TargetWork], outputs: Sequence[TargetOutput]) -> dict[int, int]:
+    """Returns the row after the last accepted token of each verification that wants heads, by its index: what the round
     commits ends with that row's own token, so the other rows' heads are of no use."""
     return {
         index: conclude(request.params, request, output).last_row
         for index, (request, output) in enumerate(zip(requests, outputs))
-        if request.wants_heads
+        if isinstance(request, VerificationRequest) and isinstance(output, SamplerOutput) and request.wants_heads
     }
 
 
@@ -54,10 +55,10 @@ class HeadProposer:
 
     def __call__(
         self,
-        requests: Sequence[VerificationRequest],
+        requests: Sequence[TargetWork],
         hidden: Sequence[torch.Tensor],
-        outputs: Sequence[SamplerOutput],
-    ) -> Sequence[SamplerOutput]:
+        outputs: Sequence[TargetOutput],
+    ) -> Sequence[TargetOutput]:
         """Returns the outputs, those of requests that want heads with proposals. hidden: of each request's rows."""
         rows = last_rows(requests, outputs)
         if not rows:
@@ -67,7 +68,9 @@ class HeadProposer:
         for place, index in enumerate(rows):
             own = slice(place * size, (place + 1) * size)
             proposals = HeadProposals(tuple(token_ids[own]), bytes(confidences[own]))
-            found[index] = outputs[index]._replace(head_proposals=proposals)
+            own_output = outputs[index]
+            assert isinstance(own_output, SamplerOutput)
+            found[index] = own_output._replace(head_proposals=proposals)
         return found
 
     def propose(self, hidden: torch.Tensor) -> tuple[list[int], list[int]]:

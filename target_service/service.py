@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 
 from specdec.config import TargetSettings
+from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork, with_prompt_rows
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.loading.devices import prepare_libraries
 from specdec.engine.parallel.rank_config import RankPlace
 from specdec.engine.scheduling.feed import Feed
 from specdec.grammar.jobs import MaskThreads
-from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
 from specdec.replica.masks import tokenizer_of, with_masks
 from specdec.target_service.heads import load_head_proposer
@@ -20,7 +21,7 @@ from specdec.telemetry.logs import configure_logs
 from specdec.v1 import target_service_pb2 as target_pb
 
 
-def sample_feed(table: BlockTable, context_length: int, row_count: int) -> Feed[VerificationRequest, SamplerOutput]:
+def sample_feed(table: BlockTable, context_length: int, row_count: int) -> Feed[TargetWork, TargetOutput]:
     """Returns a verification of `row_count` - 1 draft tokens that wants the proposals of heads, or its context if
     `row_count` is 0."""
     params, committed = ResolvedSamplingParams(Rule.GREEDY, 0, 1, temperature=0.0), [0] * (context_length + 1)
@@ -30,12 +31,12 @@ def sample_feed(table: BlockTable, context_length: int, row_count: int) -> Feed[
     return Feed(table, context_length, [0] * row_count, row_count, request)
 
 
-TARGET: ReplicaKind[VerificationRequest, SamplerOutput] = ReplicaKind(
+TARGET: ReplicaKind[TargetWork, TargetOutput] = ReplicaKind(
     name="target",
     service="specdec.v1.TargetService",
     stream_method="Verify",
     messages=(target_pb.VerifyRequest, target_pb.VerifyResponse),
-    sampler=with_masks(verify),
+    sampler=with_prompt_rows(with_masks(verify)),
     make_service=lambda engine, description, settings, tracing: Verifier(
         engine, description, settings.enable_prefix_caching, tracing, MaskThreads(tokenizer_of(settings.model))
     ),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork
 from specdec.decoding.token_path import TokenCounts
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.cache.kv_cache import KVCache
-from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.feed import Feed, StepTiming
 from specdec.errors import SpecdecError
 from specdec.grammar.jobs import SessionGrammar
 from specdec.protocol.items import Verification, VerificationResult
 from specdec.protocol.tree_shape import children
-from specdec.protocol.types import SamplerOutput
 from specdec.replica.handler import ReplicaSession
 
 
@@ -26,14 +26,15 @@ class TargetSession(ReplicaSession):
     answered `last_answer` is None, afterwards `work` is. `feed` does the work. `guaranteed_length`: no preemption
     before its cache has this length. `born_s`: when its text began, by its age. `quiet_since_s`: end of its last work.
     `cached_count`: tokens found in the cache at its admission; `preemptions`: since its last verification result.
-    `counts`: of its tokens, for penalties. `grammar`: None without.
+    `counts`: of its tokens, for penalties. `scored_index`: of the next prompt token whose log-probabilities its request
+    wants, 0 for none; `timing`: of the steps for those. `grammar`: None without.
     """
 
     fed_length: int = 0
     fed_draft: tuple[int, ...] = ()
     fed_parents: tuple[int, ...] = ()
     work: VerificationRequest | None = None
-    feed: Feed[VerificationRequest, SamplerOutput] | None = None
+    feed: Feed[TargetWork, TargetOutput] | None = None
     is_admitted: bool = False
     guaranteed_length: int = 0
     born_s: float = 0.0
@@ -45,6 +46,8 @@ class TargetSession(ReplicaSession):
     arrived_s: float = 0.0
     requested_s: float = 0.0
     counts: TokenCounts | None = field(default=None, init=False)
+    scored_index: int = 0
+    timing: StepTiming | None = None
     grammar: SessionGrammar | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +62,12 @@ class TargetSession(ReplicaSession):
     def wanted_length(self) -> int:
         """Cells that its table must have for the current request: of the committed tokens and of all draft tokens."""
         return len(self.tokens) + (len(self.work.draft_token_ids) if self.work else 0)
+
+    @property
+    def reused_max(self) -> int:
+        """Committed tokens, at most, whose rows need not run again for its request: not the last, nor any before a
+        prompt token whose log-probabilities are wanted."""
+        return (self.scored_index or len(self.tokens)) - 1
 
     def cut(self, length: int) -> None:
         """Drops committed tokens from `length` on, and the current request."""

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+from specdec.decoding.prompt_logprobs import PromptRows, TargetOutput, TargetWork
 from specdec.decoding.token_path import TokenPath
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.interface import tree_paths
@@ -17,10 +18,10 @@ from specdec.engine.scheduling.feed import Feed, StepTiming
 from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import GrammarFailed, InvalidRequest, SpecdecError
 from specdec.grammar.jobs import Masks, MaskThreads, session_grammar
-from specdec.protocol.items import Extend, MissingTokens, Open, Verification, VerificationResult
+from specdec.protocol.items import Extend, MissingTokens, Open, PromptPart, Verification, VerificationResult
 from specdec.protocol.limits import UINT32_MAX, check_token_ids
 from specdec.protocol.rejection import conclude
-from specdec.protocol.types import Description, SamplerOutput
+from specdec.protocol.types import Description, PromptLogprobs, SamplerOutput
 from specdec.replica.handler import Reply, check_params_tokens
 from specdec.replica.masks import posting
 from specdec.step_curve import StepCurve
@@ -43,7 +44,7 @@ class Verifier:
 
     def __init__(
         self,
-        engine: Engine[VerificationRequest, SamplerOutput],
+        engine: Engine[TargetWork, TargetOutput],
         description: Description,
         shares_prefixes: bool = True,
         tracing: Tracing | None = None,
@@ -119,10 +120,11 @@ class Verifier:
             return missing
         session.cut(item.base_position)
         session.last, session.last_answer = item, None
+        session.scored_index, session.timing = item.prompt_logprobs_start, None
         session.arrived_s, session.requested_s = arrived_s, time.perf_counter()
         cache = self._engine.cache
         session.follow(cache)
-        cache.truncate(session.table, min(session.agreement(), item.base_position - 1))
+        cache.truncate(session.table, min(session.agreement(), session.reused_max))
         committed = TokenPath(session.tokens, item.base_position, counts=session.counts)
         params, tree = session.opened.params, (item.draft_token_ids, item.draft_probs, item.parents)
         asked = params, item.round_index, committed, *tree, item.wants_heads
@@ -135,7 +137,7 @@ class Verifier:
             self._feed(session)
         return None
 
-    def next_step(self) -> Turn[VerificationRequest, SamplerOutput]:
+    def next_step(self) -> Turn[TargetWork, TargetOutput]:
         """Resumes sessions that wait for blocks, and delays a step for the sessions expected back if that pays."""
         if self._served and (spans := spans_of(self._served)):
             self._tracing.record(spans)
@@ -150,24 +152,35 @@ class Verifier:
         return Turn(delay_s=delay_s) if delay_s else NOTHING
 
     def _feed(self, session: TargetSession) -> None:
-        """Submits a session's verification to the engine, from its cached length on."""
-        work, length = session.work, session.table.length
+        """Submits a session's verification to the engine, from its cached length on; before it, the rows of its prompt
+        whose log-probabilities are wanted."""
+        work, length, tokens = session.work, session.table.length, session.tokens
         if work is None:  # tokens that disagree cancelled it while it waited for blocks
             return
-        if isinstance(work, MaskedRequest) and not self._begin_masks(session, work):
+        if isinstance(work, MaskedRequest) and not session.scored_index and not self._begin_masks(session, work):
             return
-        base = len(session.tokens)
-        feed = Feed(
-            table=session.table,
-            start_position=length,
-            token_ids=[*session.tokens[length:], *work.draft_token_ids],
-            logit_count=work.row_count,
-            payload=work,
-            done=partial(self._answer, session),
+        base, end, scored = len(tokens), session.opened.params.prompt_length, session.scored_index
+        payload: TargetWork = work
+        if not scored:
+            fed, logit_count = [*tokens[length:], *work.draft_token_ids], work.row_count
+        elif length < scored - 1:  # rows whose log-probabilities were sent before this session was opened
+            fed, logit_count = tokens[length : scored - 1], 0
+        else:
+            fed, logit_count = tokens[length : end - 1], end - scored
+            payload = PromptRows(scored, tokens[scored:end], session.opened.params.prompt_logprobs or 0)
+        feed: Feed[TargetWork, TargetOutput] = Feed(
+            session.table,
+            length,
+            fed,
+            logit_count,
+            payload,
+            done=partial(self._ran, session),
             failed=session.fail,
             is_current=lambda: session.feed is feed,
-            paths=tree_paths(work.parents, base),
+            paths=() if scored else tree_paths(work.parents, base),
+            part=payload.part if isinstance(payload, PromptRows) else None,
         )
+        feed.timing = session.timing or feed.timing
         session.feed = feed
         session.holds(base)
         self._engine.submit(feed)
@@ -192,6 +205,10 @@ class Verifier:
         check_token_ids("suffix_token_ids", item.suffix_token_ids, self.description.vocabulary_size)
         check_token_ids("draft_token_ids", item.draft_token_ids, self.description.vocabulary_size)
         item.check_rows(session.opened.params.rule, self.description.vocabulary_size)
+        params, start = session.opened.params, item.prompt_logprobs_start
+        end = 0 if params.prompt_logprobs is None else min(params.prompt_length, item.base_position)
+        if start >= max(end, 1):
+            raise InvalidRequest("prompt_logprobs_start", start, f"below {end}, the prompt tokens to score, or 0")
         length = item.base_position + item.depth
         if length > session.opened.length_max:
             limit = f"with its draft tokens at most length_max {session.opened.length_max}"
@@ -209,8 +226,23 @@ class Verifier:
         if session.last_answer is not None:
             session.reply(session.last_answer)
 
+    def _ran(self, session: TargetSession, output: TargetOutput | None, timing: StepTiming) -> None:
+        """A session's feed has run, or a part of it: sends the log-probabilities of prompt tokens, and feeds what
+        follows them, or answers the verification."""
+        if isinstance(output, SamplerOutput):
+            self._answer(session, output, timing)
+            return
+        if isinstance(output, PromptLogprobs):
+            session.reply(PromptPart(*session.name, output))
+            end, session.active_s = output.end_index, time.monotonic()
+            session.scored_index = end if end < session.opened.params.prompt_length else 0
+            if session.scored_index:
+                return
+        session.timing = timing
+        self._feed(session)
+
     def _answer(self, session: TargetSession, output: SamplerOutput, timing: StepTiming) -> None:
-        """A session's feed has run: answers its verification."""
+        """Answers the verification of a session."""
         item, work = session.last, session.work
         assert item is not None, "a feed runs for the last verification"
         if isinstance(work, MaskedRequest) and (dead := work.masks.result().dead):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from specdec.errors import Mismatch
 from specdec.protocol.report import Delta, Round
-from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
+from specdec.protocol.types import FinishReason, PositionLogprobs, PromptLogprobs, Proposer, Rule, TokenKind
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 
@@ -60,7 +60,7 @@ class Finished:
     trace_id: str
 
 
-Event = Started | Delta | Moved | Finished
+Event = Started | PromptLogprobs | Delta | Moved | Finished
 
 
 def event_of(response: coordinator_pb.GenerateResponse) -> Event:
@@ -77,6 +77,10 @@ def event_of(response: coordinator_pb.GenerateResponse) -> Event:
         stop = end.stop_string, end.stop_token_id if end.HasField("stop_token_id") else None
         counts = usage.prompt_tokens, usage.output_tokens
         return Finished(_REASONS.get(end.reason), *stop, *counts, end.statistics, end.trace_id)
+    if response.HasField("prompt_logprobs"):
+        part = response.prompt_logprobs
+        numbers = [list(getattr(part, name)) for name in PromptLogprobs._fields[1:]]
+        return PromptLogprobs(part.first_prompt_index, *numbers)
     if response.HasField("moved"):
         return Moved(response.moved.first_output_index, response.moved.numerics)
     raise Mismatch("the coordinator is of another version: it sent an unknown event")

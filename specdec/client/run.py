@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from specdec.client.events import Event, Finished, Moved, Started, Statistics, event_of, pieces_of
 from specdec.errors import ReplicaUnavailable
 from specdec.protocol.report import Delta
-from specdec.protocol.types import TokenKind
+from specdec.protocol.types import PromptLogprobs, TokenKind
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 PROPOSERS = {
@@ -26,12 +26,14 @@ PROPOSERS = {
 @dataclass(slots=True)
 class Run:
     """One generation, filled while it streams. `pieces`: each token's text and kind; `deltas`: when each came, in
-    seconds by the performance counter, and its number of tokens; `moves`: to targets of other numerics."""
+    seconds by the performance counter, and its number of tokens; `moves`: to targets of other numerics;
+    `prompt_logprobs`: parts of the prompt's log-probabilities."""
 
     token_ids: list[int] = field(default_factory=list)
     pieces: list[tuple[str, TokenKind]] = field(default_factory=list)
     deltas: list[tuple[float, int]] = field(default_factory=list)
     moves: list[Moved] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     started: Started | None = None
     finished: Finished | None = None
 
@@ -53,6 +55,8 @@ class Run:
             self.started = event
         elif isinstance(event, Moved):
             self.moves.append(event)
+        elif isinstance(event, PromptLogprobs):
+            self.prompt_logprobs.append(event)
         else:
             self.finished = event
 

@@ -73,7 +73,7 @@ class Client:
                 answers = call_stream(self._channel, METHOD, text.request, coordinator_pb.GenerateResponse, left_s)
                 async with aclosing(answers):
                     async for response in answers:
-                        if response.HasField("delta"):
+                        if response.HasField("delta") or response.HasField("prompt_logprobs"):
                             lost_s = None
                         if text.take(response):
                             yield response
@@ -146,6 +146,7 @@ class Continuation:
         self._model_digest = ""  # empty before the start
         self._part: coordinator_pb.Statistics | None = None  # of the stream so far
         self._lost: list[coordinator_pb.Statistics] = []  # of streams before it
+        self._prompt_count = 1  # prompt tokens whose log-probabilities came; the first has none
 
     def take(self, response: coordinator_pb.GenerateResponse) -> bool:
         """Adds a message; returns whether it is new to the reader: the start of a resumed text is not, unless numerics
@@ -153,6 +154,8 @@ class Continuation:
         if self.choice:
             response.choice = self.choice
         self.is_over = self.is_over or response.HasField("finished")
+        if response.HasField("prompt_logprobs"):
+            return self._takes_prompt(response.prompt_logprobs)
         if response.HasField("delta"):
             self.request.resume.output_token_ids.extend(response.delta.token_ids)
             if response.delta.HasField("statistics"):
@@ -182,6 +185,18 @@ class Continuation:
             index = len(self.request.resume.output_token_ids)
             response.moved.CopyFrom(coordinator_pb.Moved(first_output_index=index, numerics=own.numerics))
         return has_moved
+
+    def _takes_prompt(self, part: types_pb.PromptLogprobs) -> bool:
+        """Cuts what the reader has off a part of the prompt's log-probabilities; returns whether any is left."""
+        known = min(max(0, self._prompt_count - part.first_prompt_index), len(part.token_ids))
+        if known:
+            width = len(part.top_token_ids) // len(part.token_ids)
+            for name, count in (("token_ids", 1), ("logprobs", 1), ("ranks", 1), ("top_token_ids", width)):
+                del getattr(part, name)[: known * count]
+            del part.top_logprobs[: known * width]
+            part.first_prompt_index += known
+        self._prompt_count = max(self._prompt_count, part.first_prompt_index + len(part.token_ids))
+        return bool(part.token_ids)
 
     def keep(self, started: coordinator_pb.Started, seed: int) -> None:
         """The text has started, or its request has: it keeps that model, rule and this seed from now on."""

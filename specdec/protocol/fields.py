@@ -45,6 +45,7 @@ class CommonSamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
 
     def check_common(self) -> None:
@@ -65,6 +66,8 @@ class CommonSamplingParams:
             limits.check_number("logit_bias.bias", bias, LOGIT_BIAS_BIAS_MIN, LOGIT_BIAS_BIAS_MAX)
         if self.logprobs is not None:
             limits.check_integer("logprobs", self.logprobs, 0, limits.LOGPROBS_MAX)
+        if self.prompt_logprobs is not None:
+            limits.check_integer("prompt_logprobs", self.prompt_logprobs, 0, limits.LOGPROBS_MAX)
         limits.check_count("allowed_token_ids", self.allowed_token_ids, ALLOWED_TOKEN_IDS_COUNT_MAX, "ids")
 
 
@@ -83,7 +86,7 @@ class SamplingFields(CommonSamplingParams):
     def check_others(self) -> None:
         """Raises InvalidRequest for a field outside its limits."""
         if self.max_tokens is not None:
-            limits.check_integer("sampling.max_tokens", self.max_tokens, 1, limits.TOKENS_MAX)
+            limits.check_integer("sampling.max_tokens", self.max_tokens, 0, limits.TOKENS_MAX)
         if self.seed is not None:
             limits.check_integer("sampling.seed", self.seed, 0, limits.SEED_MAX)
         limits.check_count("sampling.stop", self.stop, STOP_COUNT_MAX, "strings")
@@ -127,7 +130,8 @@ class SpeculativeFields:
 
 MEANINGS = {
     "SamplingParams.max_tokens": (
-        "Most output tokens; at least 1; prompt and output must fit the model. Absent: 256, or what fits if less."
+        "Most output tokens; at least 1, with prompt_logprobs 0: none is generated; prompt and output, one "
+        "token at least, must fit the model. Absent: 256, or what fits if less."
     ),
     "SamplingParams.min_tokens": (
         "Fewest output tokens before a stop token or stop string may end the text; at most max_tokens. Absent: 0."
@@ -170,6 +174,11 @@ MEANINGS = {
         "What the output must be: illegal tokens have probability 0, and an end token is legal where the "
         "output may end. It goes before min_tokens; ignore_eos with it, and a model without end tokens, are "
         "INVALID_ARGUMENT. Absent: any text."
+    ),
+    "SamplingParams.prompt_logprobs": (
+        "Log-probabilities of the prompt's tokens but the first: absent none, 0 of each token, n (at most 20) "
+        "also of the n likeliest at its position. They come before the first output token, so with output "
+        "tokens in `resume` none is sent."
     ),
     "SamplingParams.bad_words": (
         "Words that the output does not contain, as the tokens of the text with and without a space before; "

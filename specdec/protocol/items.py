@@ -22,7 +22,7 @@ from specdec.protocol.limits import (
     check_salt,
 )
 from specdec.protocol.tree_shape import check_shape, depth_of
-from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import DraftProbs, PromptLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,8 @@ class Verification(NamedTuple):
     Draft tokens are the nodes of a tree in depth-first order; `parents`: see `protocol.tree_shape`. Under REJECTION
     each has the draft distribution it was drawn from, that of its siblings if they were drawn together; all weight on a
     token that was not drawn. `wants_heads`: the result shall have the proposals of the target's heads, if it has any.
+    `prompt_logprobs_start`: index of the first prompt token whose log-probabilities are wanted, with all after it;
+    0: none.
     """
 
     session: int
@@ -120,6 +122,7 @@ class Verification(NamedTuple):
     trace: Trace = NO_TRACE
     parents: tuple[int, ...] = ()
     wants_heads: bool = False
+    prompt_logprobs_start: int = 0
 
     def checked(self) -> Verification:
         """Itself. Raises InvalidRequest where it breaks a limit."""
@@ -134,6 +137,7 @@ class Verification(NamedTuple):
                 "draft_probs", len(self.draft_probs), f"one per draft token, {len(self.draft_token_ids)}, or none"
             )
         check_shape(self.parents, self.draft_token_ids)
+        check_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, TOKENS_MAX)
         return self
 
     @property
@@ -142,10 +146,11 @@ class Verification(NamedTuple):
         return self.base_position - len(self.suffix_token_ids)
 
     @property
-    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...], tuple[int, ...], bool]:
+    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...], tuple[int, ...], bool, int]:
         """The fields that determine the answer: a round sent again with equal content gets the same one (the suffix may
         differ)."""
-        return self.base_position, self.draft_token_ids, self.draft_probs, self.parents, self.wants_heads
+        rows = self.base_position, self.draft_token_ids, self.draft_probs, self.parents
+        return *rows, self.wants_heads, self.prompt_logprobs_start
 
     @property
     def depth(self) -> int:
@@ -263,6 +268,14 @@ class VerificationResult(NamedTuple):
     server_us: int = 0
 
 
+class PromptPart(NamedTuple):
+    """A part of the log-probabilities of a prompt that a verification asked for; the last comes before its result."""
+
+    session: int
+    incarnation: int
+    logprobs: PromptLogprobs
+
+
 class DraftNode(NamedTuple):
     """One draft token; `parent_id` 0 is the root.
 
@@ -307,7 +320,7 @@ def within(item: Open | Verification | Commit, trace: Trace) -> Open | Verificat
 
 TargetItem = Open | Extend | Verification | Close
 DraftItem = Open | Extend | Commit | Close
-TargetAnswer = MissingTokens | Failure | VerificationResult
+TargetAnswer = MissingTokens | Failure | VerificationResult | PromptPart
 DraftAnswer = MissingTokens | Failure | Nodes
 
 

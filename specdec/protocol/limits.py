@@ -20,7 +20,7 @@ UINT32_MAX = (1 << 32) - 1
 UINT64_MAX = SEED_MAX = (1 << 64) - 1
 TOKENS_MAX = 1 << 24
 EXTEND_TOKEN_COUNT_MAX = 2048
-DELTA_TOKEN_COUNT_MAX = 1024
+DELTA_TOKEN_COUNT_MAX = PROMPT_LOGPROBS_COUNT_MAX = 1024
 STOP_STRING_BYTES_MAX = 256
 PARAMS_STOP_TOKEN_COUNT_MAX = 128
 BAD_WORD_BYTES_MAX = 256
@@ -84,6 +84,17 @@ _NAMED = (
         DELTA_TOKEN_COUNT_MAX,
         "with log-probabilities, text and rounds a message stays below a client's own limit of 4 MiB",
         low=1,
+    ),
+    Limit(
+        "PROMPT_LOGPROBS_COUNT_MAX",
+        PROMPT_LOGPROBS_COUNT_MAX,
+        "with the likeliest tokens 230 kB: a message stays below the limits of a stream and of a client",
+        low=1,
+    ),
+    Limit(
+        "likeliest tokens of a prompt's part",
+        LOGPROBS_MAX * PROMPT_LOGPROBS_COUNT_MAX,
+        "LOGPROBS_MAX for each position",
     ),
     Limit("probability", 1, "a probability"),
     Limit("SEED_MAX", SEED_MAX, "64 bits"),

@@ -18,7 +18,15 @@ from specdec.protocol.items import Nodes, Verification
 from specdec.protocol.limits import DELTA_TOKEN_COUNT_MAX, UINT32_MAX
 from specdec.protocol.policy import Prediction
 from specdec.protocol.records import RoundRecord
-from specdec.protocol.types import Description, FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
+from specdec.protocol.types import (
+    Description,
+    FinishReason,
+    PositionLogprobs,
+    PromptLogprobs,
+    Proposer,
+    Rule,
+    TokenKind,
+)
 
 SUMMED_TIMES_PER_S = 2**20
 
@@ -370,4 +378,4 @@ class Finished:
     trace_id: str
 
 
-Event = Started | Delta | Moved | Finished
+Event = Started | PromptLogprobs | Delta | Moved | Finished

@@ -12,7 +12,13 @@ from typing import Any
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.fields import CommonSamplingParams, SamplingFields, SpeculativeFields
-from specdec.protocol.limits import LABEL_LENGTH_MAX, PROMPT_CACHE_KEY_LENGTH_MAX, check_salt, check_token_ids
+from specdec.protocol.limits import (
+    LABEL_LENGTH_MAX,
+    PROMPT_CACHE_KEY_LENGTH_MAX,
+    TOKENS_MAX,
+    check_salt,
+    check_token_ids,
+)
 from specdec.protocol.types import Description, Proposer, ResolvedSamplingParams, Rule
 
 MAX_TOKENS_DEFAULT = 256
@@ -24,6 +30,9 @@ class SamplingParams(SamplingFields):
 
     def __post_init__(self) -> None:
         self.check_others()
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            limit = f"an integer from 1 to {TOKENS_MAX}; 0 only with prompt_logprobs"
+            raise InvalidRequest("sampling.max_tokens", self.max_tokens, limit)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("sampling.min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         self.check_common()
@@ -89,6 +98,9 @@ class GenerationRequest:
         if len(self.prompt_cache_key) > PROMPT_CACHE_KEY_LENGTH_MAX:
             limit = f"at most {PROMPT_CACHE_KEY_LENGTH_MAX} characters"
             raise InvalidRequest("prompt_cache_key", f"{len(self.prompt_cache_key)} characters", limit)
+        if self.sampling.max_tokens == 0 and self.resumed_token_ids:
+            limit = "none with max_tokens 0"
+            raise InvalidRequest("resume.output_token_ids", f"{len(self.resumed_token_ids)} tokens", limit)
         if self.withheld_proposers.intersection(self.speculative.proposers):
             limit = "absent or false with proposer SUFFIX, or a cache_salt with it: guesses are texts of the same salt"
             raise InvalidRequest("speculative.report_rounds", True, limit)
@@ -102,6 +114,11 @@ class GenerationRequest:
         of SUFFIX are texts of all clients with the same salt, without one of all others."""
         is_common = self.speculative.report_rounds and not self.cache_salt
         return frozenset({Proposer.SUFFIX}) if is_common else frozenset()
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are to be sent: they came already where output tokens did."""
+        return self.sampling.prompt_logprobs is not None and not self.resumed_token_ids
 
     def rule(self) -> tuple[Rule, str] | None:
         """Returns the rule that the request names or implies, and the reason in one line; None: the server's choice.

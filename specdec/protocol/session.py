@@ -65,6 +65,7 @@ class Session:
     `proposers` are those of the coordinator; `path_max`: most paths of a verification, 1 without trees. `calibration`
     learns the worth of guesses. `offer`: the draft tokens of the verification in flight, or of the last one.
     `asks_heads`: verifications ask for the proposals of the target's heads, until it shows that it has none.
+    `scored_index`: of the prompt token whose log-probabilities come next, 0 for none: its owner counts them.
     `legal_runs`: cuts runs that may follow the committed tokens where the request's grammar makes a token illegal.
     """
 
@@ -80,6 +81,7 @@ class Session:
     calibration: Calibration = field(default_factory=Calibration)
     asks_heads: bool = False
     legal_runs: Callable[[Sequence[int], Sequence[Run]], list[Run]] | None = None
+    scored_index: int = 0
     offer: Offer = NOTHING
     round_index: int = 0
     in_flight: Verification | None = None
@@ -167,10 +169,8 @@ class Session:
             return NOTHING_READY
         if flying is None or missing.incarnation != flying.incarnation:
             return NOTHING_READY
-        opened: tuple[Open, ...] = ()
-        if missing.unknown:
-            opened = self._open_on_target()
-        else:
+        opened: tuple[Open, ...] = self._open_on_target() if missing.unknown else ()
+        if not missing.unknown:
             self._target_known_length = min(missing.known_length, len(self.committed) - 1)
         note = Note("target re-opened" if missing.unknown else "target behind", {"known_length": missing.known_length})
         return self._send_verification(Ready(to_target=opened, note=note))
@@ -371,7 +371,7 @@ class Session:
         name = (number, incarnation, self.round_index, len(self.committed))
         wants_heads = self.asks_heads and self._wants_heads
         self.in_flight = Verification(
-            *name, suffix, offer.token_ids, offer.draft_probs, NO_TRACE, offer.parents, wants_heads
+            *name, suffix, offer.token_ids, offer.draft_probs, NO_TRACE, offer.parents, wants_heads, self.scored_index
         )
         to_target = (*so_far.to_target, *extends, self.in_flight)
         return Ready(so_far.to_draft, to_target, None, so_far.record, so_far.note)

@@ -7,7 +7,7 @@ Frozen and checked at construction, so every instance is valid. This module know
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -211,6 +211,24 @@ class PositionLogprobs:
     logprob: float
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-softmax of the raw logits at some tokens of a prompt, from index `first_index` on, which is at least 1: the
+    first token follows nothing. `ranks`: of each token among all, from 1; `top_token_ids` and `top_logprobs` are
+    [tokens, n] in row-major order, likeliest first."""
+
+    first_index: int
+    token_ids: Sequence[int]
+    logprobs: MutableSequence[float]
+    ranks: MutableSequence[int]
+    top_token_ids: MutableSequence[int]
+    top_logprobs: MutableSequence[float]
+
+    @property
+    def end_index(self) -> int:
+        """The index after the last of these tokens."""
+        return self.first_index + len(self.token_ids)
 
 
 class SamplerOutput(NamedTuple):

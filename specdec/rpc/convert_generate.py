@@ -22,7 +22,7 @@ from specdec.protocol.request import (
     SpeculationMode,
     SpeculativePolicy,
 )
-from specdec.protocol.types import Description, PositionLogprobs, Proposer, Rule
+from specdec.protocol.types import Description, PositionLogprobs, PromptLogprobs, Proposer, Rule
 from specdec.rpc.convert import (
     check_known,
     check_sampling_counts,
@@ -32,6 +32,7 @@ from specdec.rpc.convert import (
     rule_to_number,
     values_of,
 )
+from specdec.rpc.convert_logprobs import prompt_logprobs_to_message
 from specdec.rpc.wire_fields import FIELD_LIMITS, bounded
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
@@ -133,6 +134,8 @@ def event_to_message(event: Event, target: Description, choice: int = 0) -> coor
 def _event_to_message(event: Event, target: Description) -> coordinator_pb.GenerateResponse:
     if isinstance(event, Delta):
         return coordinator_pb.GenerateResponse(delta=_delta_fields(event))
+    if isinstance(event, PromptLogprobs):
+        return coordinator_pb.GenerateResponse(prompt_logprobs=prompt_logprobs_to_message(event))
     if isinstance(event, Moved):
         numerics = numerics_to_message(event.target)
         moved = coordinator_pb.Moved(first_output_index=event.first_output_index, numerics=numerics)

@@ -7,7 +7,6 @@ malformed one are valid.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
@@ -22,7 +21,6 @@ from specdec.protocol.limits import (
     EXTEND_TOKEN_COUNT_MAX,
     FAILURE_TEXT_LENGTH_MAX,
     FAILURE_WORD_LENGTH_MAX,
-    LOGPROBS_MAX,
     NODES_PER_ITEM_MAX,
     TOKENS_MAX,
     check_integer,
@@ -37,6 +35,12 @@ from specdec.rpc.convert import (
     probs_to_message,
     trace_from_message,
     trace_to_message,
+)
+from specdec.rpc.convert_logprobs import (
+    logprobs_to_message,
+    positions_from_message,
+    prompt_logprobs_from_message,
+    prompt_logprobs_to_message,
 )
 from specdec.rpc.wire_fields import bounded
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -124,6 +128,8 @@ def _write_verification(item: items.Verification) -> Fields:
         fields["trace"] = trace_to_message(item.trace)
     if item.wants_heads:
         fields["want_heads"] = True
+    if item.prompt_logprobs_start:
+        fields["prompt_logprobs_start"] = item.prompt_logprobs_start
     return fields
 
 
@@ -164,6 +170,7 @@ def _verification_from_message(message: target_pb.VerifyItem) -> items.Verificat
         trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
         parents,
         wants_heads=message.want_heads,
+        prompt_logprobs_start=message.prompt_logprobs_start,
     ).checked()
 
 
@@ -249,37 +256,6 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
     )
 
 
-def _logprobs_to_message(output: SamplerOutput) -> target_pb.Logprobs:
-    positions = output.recovered_logprobs
-    return target_pb.Logprobs(
-        draft=numbers_to_bytes("f", output.draft_logprobs),
-        recovered=numbers_to_bytes("f", [position.logprob for position in positions]),
-        top_token_ids=[token_id for position in positions for token_id in position.top_token_ids],
-        top=numbers_to_bytes("f", [value for position in positions for value in position.top_logprobs]),
-    )
-
-
-def _positions_from_message(
-    message: target_pb.Logprobs, count: int
-) -> tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]:
-    """Returns (draft, recovered) logprobs of a verification with `count` positions."""
-    for name, size_max in (("draft", 4 * count), ("recovered", 4 * count), ("top", 4 * LOGPROBS_MAX * count)):
-        bounded(f"logprobs.{name}", getattr(message, name), size_max)
-    draft = numbers_from_bytes("f", message.draft, "logprobs.draft", -math.inf, 0.0)
-    recovered = numbers_from_bytes("f", message.recovered, "logprobs.recovered", -math.inf, 0.0)
-    top = numbers_from_bytes("f", message.top, "logprobs.top", -math.inf, 0.0)
-    sizes = len(draft), len(recovered), len(top), len(message.top_token_ids)
-    if len(draft) != count - 1 or len(recovered) != count or len(top) != sizes[3] or len(top) % count:
-        raise InvalidRequest("logprobs", sizes, f"numbers for {count} positions")
-    width = len(top) // count
-
-    def at(index: int, logprob: float) -> PositionLogprobs:
-        start, end = index * width, (index + 1) * width
-        return PositionLogprobs(logprob, tuple(message.top_token_ids[start:end]), tuple(top[start:end]))
-
-    return tuple(draft), tuple(map(at, range(count), recovered))
-
-
 def _heads_from_message(message: target_pb.VerificationResultItem) -> HeadProposals | None:
     """Returns the proposals of heads in a result; None without any."""
     size_max = HEADS_MAX * HEAD_CANDIDATES
@@ -299,7 +275,7 @@ def _write_result(item: items.VerificationResult) -> Fields:
     if output.target_probs:
         fields["target_probs"] = numbers_to_bytes("d", output.target_probs)
     if output.recovered_logprobs:
-        fields["logprobs"] = _logprobs_to_message(output)
+        fields["logprobs"] = logprobs_to_message(output)
     if output.head_proposals is not None:
         fields["head_token_ids"] = output.head_proposals.token_ids
         fields["head_confidences"] = output.head_proposals.confidences
@@ -315,7 +291,7 @@ def _result_from_message(message: target_pb.VerificationResultItem) -> items.Ver
     recovered_logprobs: tuple[PositionLogprobs, ...] = ()
     target_probs: tuple[float, ...] = ()
     if message.HasField("logprobs"):
-        draft_logprobs, recovered_logprobs = _positions_from_message(message.logprobs, len(recovered))
+        draft_logprobs, recovered_logprobs = positions_from_message(message.logprobs, len(recovered))
     if message.target_probs:
         packed = bounded("target_probs", message.target_probs, 8 * DRAFT_LENGTH_LIMIT)
         target_probs = tuple(numbers_from_bytes("d", packed, "target_probs", 0.0, 1.0))
@@ -328,6 +304,14 @@ def _result_from_message(message: target_pb.VerificationResultItem) -> items.Ver
         SamplerOutput(recovered, target_probs, draft_logprobs, recovered_logprobs, _heads_from_message(message)),
         *_sampler_measurements(message),
     )
+
+
+def _write_prompt_part(item: items.PromptPart) -> Fields:
+    return {**dict(zip(_NAME, item)), "logprobs": prompt_logprobs_to_message(item.logprobs)}
+
+
+def _prompt_part_from_message(message: target_pb.PromptLogprobsItem) -> items.PromptPart:
+    return items.PromptPart(message.session, message.incarnation, prompt_logprobs_from_message(message.logprobs))
 
 
 def _missing_from_message(message: types_pb.MissingTokensItem) -> items.MissingTokens:
@@ -359,7 +343,11 @@ _COMMON_ANSWERS = (
     ("error", items.Failure, _fields_of(*_FAILURE), _failure_from_message),
 )
 _VERIFY_ITEMS = (*_COMMON_ITEMS, ("verify", items.Verification, _write_verification, _verification_from_message))
-_VERIFY_ANSWERS = (*_COMMON_ANSWERS, ("result", items.VerificationResult, _write_result, _result_from_message))
+_VERIFY_ANSWERS: tuple[tuple[str, type, Callable[[Any], Fields], Callable[[Any], Any]], ...] = (
+    *_COMMON_ANSWERS,
+    ("result", items.VerificationResult, _write_result, _result_from_message),
+    ("prompt_logprobs", items.PromptPart, _write_prompt_part, _prompt_part_from_message),
+)
 _DRAFT_ITEMS = (*_COMMON_ITEMS, ("commit", items.Commit, _write_commit, _commit_from_message))
 _DRAFT_ANSWERS = (*_COMMON_ANSWERS, ("nodes", items.Nodes, _write_nodes, _nodes_from_message))
 _TABLES = {

@@ -53,8 +53,9 @@ class CoordinatorServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generates. Messages: one started, deltas, one finished; of several choices each has its own, by `choice`, and all
-        start before any delta. Fields not known to the server are INVALID_ARGUMENT.
+        """Generates. Messages: one started, log-probabilities of the prompt if requested, deltas, one finished; of several
+        choices each has its own, by `choice`, and all start before any other message. Fields not known to the server are
+        INVALID_ARGUMENT.
         Errors carry google.rpc.ErrorInfo, BadRequest for fields, RetryInfo if waiting helps. A text whose target is lost
         goes on at another one, with `moved` where numerics differ; without any it waits for a time. Then, after three
         losses in a row, and where a coordinator stops before the end of the text, it is UNAVAILABLE: send the request again

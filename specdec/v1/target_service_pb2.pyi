@@ -30,7 +30,7 @@ class VerifyRequestItem(_message.Message):
     def __init__(self, open: _Optional[_Union[_open_item_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., verify: _Optional[_Union[VerifyItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace", "parents", "want_heads")
+    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace", "parents", "want_heads", "prompt_logprobs_start")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class VerifyItem(_message.Message):
     TRACE_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     WANT_HEADS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     round_index: int
@@ -51,7 +52,8 @@ class VerifyItem(_message.Message):
     trace: _types_pb2.TraceContext
     parents: _containers.RepeatedScalarFieldContainer[int]
     want_heads: bool
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., parents: _Optional[_Iterable[int]] = ..., want_heads: bool = ...) -> None: ...
+    prompt_logprobs_start: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., parents: _Optional[_Iterable[int]] = ..., want_heads: bool = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("stamp", "items", "load")
@@ -64,14 +66,26 @@ class VerifyResponse(_message.Message):
     def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[VerifyResponseItem, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class VerifyResponseItem(_message.Message):
-    __slots__ = ("result", "missing_tokens", "error")
+    __slots__ = ("result", "missing_tokens", "error", "prompt_logprobs")
     RESULT_FIELD_NUMBER: _ClassVar[int]
     MISSING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     result: VerificationResultItem
     missing_tokens: _types_pb2.MissingTokensItem
     error: _types_pb2.ErrorItem
-    def __init__(self, result: _Optional[_Union[VerificationResultItem, _Mapping]] = ..., missing_tokens: _Optional[_Union[_types_pb2.MissingTokensItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobsItem
+    def __init__(self, result: _Optional[_Union[VerificationResultItem, _Mapping]] = ..., missing_tokens: _Optional[_Union[_types_pb2.MissingTokensItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobsItem, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobsItem(_message.Message):
+    __slots__ = ("session", "incarnation", "logprobs")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    logprobs: _types_pb2.PromptLogprobs
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class VerificationResultItem(_message.Message):
     __slots__ = ("session", "incarnation", "round_index", "recovered_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "sampling_us", "step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "preemptions", "server_us", "head_token_ids", "head_confidences")

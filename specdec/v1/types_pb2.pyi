@@ -44,6 +44,22 @@ class DraftProbs(_message.Message):
     weight_codes: bytes
     def __init__(self, token_id_steps: _Optional[_Iterable[int]] = ..., weight_codes: _Optional[bytes] = ...) -> None: ...
 
+class PromptLogprobs(_message.Message):
+    __slots__ = ("first_prompt_index", "token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs")
+    FIRST_PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    first_prompt_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, first_prompt_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class LinkStamp(_message.Message):
     __slots__ = ("sequence", "sent_time_us", "echo_sequence", "echo_held_us", "wall_time_us")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]

@@ -179,6 +179,35 @@ async def test_other_numerics_are_told_before_their_first_token() -> None:
     assert messages[2].moved.first_output_index == 1 and messages[2].moved.numerics.device == "cuda"
 
 
+def prompt_part(first: int, *token_ids: int) -> pb.GenerateResponse:
+    """Log-probabilities of some prompt tokens, with two likeliest each; all numbers follow from the token."""
+    tops = [number for token_id in token_ids for number in (token_id + 100, token_id + 200)]
+    own = types_pb.PromptLogprobs(first_prompt_index=first, token_ids=token_ids, ranks=token_ids, top_token_ids=tops)
+    own.logprobs.extend(-float(token_id) for token_id in token_ids)
+    own.top_logprobs.extend(-float(number) for number in tops)
+    return pb.GenerateResponse(prompt_logprobs=own)
+
+
+async def test_each_prompt_token_is_told_once() -> None:
+    """Claim: a stream that is lost among log-probabilities of its prompt, or after them, is one for its reader: each
+    prompt token comes once, in order, with its own numbers, whatever the sizes of the parts that come again.
+
+    Conclusive: parts that overlap by some, by all and by nothing are sent, and the messages compared whole."""
+    calls = (
+        [started(), prompt_part(1, 11, 12, 13), LOST],
+        [started(), prompt_part(1, 11, 12), prompt_part(3, 13, 14, 15), LOST],
+        [started(), prompt_part(1, 11), prompt_part(2, 12, 13, 14, 15), prompt_part(6, 16), delta(0, 1), LOST],
+        [started(), delta(1, 2), FINISHED],
+    )
+    async with scripted(*calls) as (address, requests), Client(address) as client:
+        messages = [message async for message in client.messages(make_request("x", prompt_logprobs=2))]
+    parts = [message.prompt_logprobs for message in messages if message.HasField("prompt_logprobs")]
+    whole = (prompt_part(1, 11, 12, 13), prompt_part(4, 14, 15), prompt_part(6, 16))
+    assert parts == [own.prompt_logprobs for own in whole]
+    assert [list(message.delta.token_ids) for message in messages if message.HasField("delta")] == [[1], [2]]
+    assert len(requests) == 4
+
+
 async def test_another_model_does_not_go_on_with_a_text() -> None:
     """Claim: if the target that is back has other weights, the text ends with an error that says so, and no token of it
     is shown. Source: docs/reliability.md. Conclusive: the second stream would have given one."""

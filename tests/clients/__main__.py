@@ -3,7 +3,8 @@
 Each client gets an environment of its own, made once, and a short program (`scripts/`) that asks as the client's pages
 show it: a chat whole and streamed, with seed and usage, tools, and objects of a type. Texts and usage must be those of
 `Generate`, calls those that the model wrote, every answer of the chat model an object of the type. A benchmark's report
-must have what the coordinator counted meanwhile. Prints a table; ends with 1 if an answer differs or a client fails.
+must have what the coordinator counted meanwhile, an evaluation the scores of its own model. Prints a table; ends with 1
+if an answer differs or a client fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.clients.served import CASES, COUNTERS, OBJECTS, served
+from tests.clients.served import CASES, COUNTERS, OBJECTS, SCORES, served
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CLIENT_TIMEOUT_S = 600
@@ -31,6 +32,7 @@ TEXTS = ("whole", "streamed", "usage", "streamed usage")
 COUNTED = ("answered", "failed", *COUNTERS)
 GUIDELLM = ("guidellm==0.8.1", "torch==2.13.0")
 AIPERF = ("aiperf==0.13.0",)
+LM_EVAL = ("lm-eval[api]==0.4.13", "torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ CLIENTS = {
     "guidellm-streamed": Foreign(GUIDELLM, "guidellm_run.py", COUNTED, ("--streaming",)),
     "aiperf": Foreign(AIPERF, "aiperf_profile.py", COUNTED),
     "aiperf-streamed": Foreign(AIPERF, "aiperf_profile.py", COUNTED, ("--streaming",)),
+    "lm-eval": Foreign(LM_EVAL, "lm_eval_run.py", tuple(SCORES)),
     "schemathesis": Foreign(("schemathesis==4.32.5",), "schemathesis_run.py", tuple(CASES)),
 }
 

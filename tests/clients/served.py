@@ -4,6 +4,7 @@ that writes two tool calls, and a chat model; and what their answers must be, by
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import signal
@@ -32,6 +33,8 @@ COUNTERS = {  # of the coordinator's page, by the names of answers
     "draft tokens": "vllm:spec_decode_num_draft_tokens_total",
     "accepted draft tokens": "vllm:spec_decode_num_accepted_tokens_total",
 }
+TEXTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:40]]
+SCORES = {"log-likelihoods": 5 * len(TEXTS), "within 1e-3 nats": True, "other picks": 0, "other greedy ones": 0}
 CASES = {"coverage": "success", "fuzzing": "success", "untested": 0, "server errors": [], "errors": []}
 SAMPLING: dict[str, Any] = {"seed": 11, "max_tokens": 24, "temperature": 1.0}
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"  # the template's text of QUESTION
@@ -75,7 +78,11 @@ class Served:
         urls = {"base_url": f"http://{self.chat}/v1", "tools_url": f"http://{self.tools}/v1"}
         urls |= {"chat_url": f"http://{self.objects}/v1", "task": TASK, "object_count": OBJECT_COUNT}
         benchmark = {"folder": str(self.folder), "request_count": REQUEST_COUNT}
-        return urls | benchmark | {"model": MODEL, "question": QUESTION, "sampling": SAMPLING, "tools": TOOLS}
+        return (
+            urls
+            | benchmark
+            | {"model": MODEL, "question": QUESTION, "sampling": SAMPLING, "tools": TOOLS, "texts": TEXTS}
+        )
 
     def counts(self) -> dict[str, float]:
         """What the pair's coordinator has counted. Raises URLError."""
@@ -124,6 +131,6 @@ def served(folder: Path) -> Iterator[Served]:
             client.close()
         usage = [outcome.started.prompt_length, len(outcome.token_ids)]
         expected = {"whole": outcome.text, "streamed": outcome.text, "usage": usage, "streamed usage": usage}
-        expected |= {"calls": CALLS, "streamed calls": CALLS, "answered": REQUEST_COUNT, "failed": 0, **CASES}
+        expected |= {"calls": CALLS, "streamed calls": CALLS, "answered": REQUEST_COUNT, "failed": 0, **CASES, **SCORES}
         expected |= dict.fromkeys(OBJECTS, OBJECT_COUNT)
         yield Served(gateway, metrics, tools, objects, chat, expected)

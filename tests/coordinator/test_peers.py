@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,11 +29,11 @@ from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
-from specdec.protocol.items import NO_TRACE, Close, DraftNode, Failure, Nodes, Open, VerificationResult
+from specdec.protocol.items import NO_TRACE, Close, DraftNode, Failure, Nodes, Open, PromptPart, VerificationResult
 from specdec.protocol.limits import ITEM_COUNT_MAX, UINT32_MAX
 from specdec.protocol.report import Started
 from specdec.protocol.session import Session
-from specdec.protocol.types import PROTOCOL_VERSION, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import PROTOCOL_VERSION, PromptLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.rpc.convert_generate import statistics_to_message
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, STREAM_RESPONSE_BYTES_MAX
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -447,6 +448,57 @@ async def test_a_verification_leaves_before_the_policy_learns_of_the_last_round(
         await asyncio.sleep(0.01)
     writer.cancel()
     assert order == ["written", "learned"] * 2
+
+
+def scored(first: int, *token_ids: int, top: int = 1, top_id: int = 5) -> PromptPart:
+    """A part of session 1's prompt."""
+    count = len(token_ids)
+    tops = [top_id] * count * top, [-1.0] * count * top
+    return PromptPart(1, 1, PromptLogprobs(first, token_ids, [-2.0] * count, [9] * count, *tops))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        scored(2, 7),
+        scored(4, 7),
+        scored(1, 7),
+        scored(3, 8),
+        scored(3, 7, 7, 7),
+        scored(3, 7, top=2),
+        scored(3, 7, top_id=VOCABULARY_SIZE),
+        VerificationResult(1, 1, 0, SamplerOutput((7,))),
+    ],
+    ids=["doubled", "a gap", "again", "other tokens", "beyond the prompt", "more likeliest", "no token", "a result"],
+)
+async def test_a_malformed_part_of_a_prompt_ends_the_target_for_the_text(answer: Any) -> None:
+    """Claim: log-probabilities of other prompt tokens than the next, with other likeliest tokens than asked for, or a
+    result before the last of them, are the target's fault: nothing of them reaches the client, and the text leaves the
+    target. One of an older incarnation is dropped. The next ones pass before and instead, and the verification asks for
+    what is left.
+
+    Conclusive: one thing of each is wrong, and the sound part in its place is handed on.
+    """
+    for is_sound in (True, False):
+        target: Any = Recorder()
+        generation = generation_of(target, None, 5)
+        session = generation._session
+        session.params, session.scored_index = replace(session.params, prompt_logprobs=1), 1
+        generation.begin()
+        assert target.sent[-1].prompt_logprobs_start == 1
+        generation.take(FromTarget(scored(1, 7, 7)))
+        generation.take(FromTarget(scored(3, 7)._replace(incarnation=0)))
+        generation.take(FromTarget(scored(3, 7) if is_sound else answer))
+        events = [await generation.next_event() for _ in range(2 + is_sound)]
+        assert [event.first_index for event in events[1:]] == [1, 3][: 1 + is_sound]
+        if is_sound:
+            assert session.scored_index == 4
+            generation.take(FromTarget(scored(4, 7)))
+            assert session.scored_index == 0 and (await generation.next_event()).end_index == 5
+        else:
+            with pytest.raises(ReplicaUnavailable, match="malformed"):
+                await generation.next_event()
+        generation.close()
 
 
 async def test_a_further_choice_begins_where_the_first_is() -> None:

@@ -22,7 +22,14 @@ from specdec.protocol import items
 from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
 from specdec.protocol.limits import LIMITS, TOKENS_MAX, UINT32_MAX
 from specdec.protocol.request import GenerationRequest
-from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import (
+    DraftProbs,
+    PositionLogprobs,
+    PromptLogprobs,
+    ResolvedSamplingParams,
+    Rule,
+    SamplerOutput,
+)
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_generate import request_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
@@ -170,6 +177,7 @@ VALID = (
             SamplerOutput((1, 2), (0.5,), (-1.0,), (POSITION, POSITION), HEADS),
         ),
     ),
+    (target_pb.VerifyResponse, items.PromptPart(1, 1, PromptLogprobs(1, [1], [-1.0], [1], [1], [-1.0]))),
     (draft_pb.DraftRequest, items.Commit(1, 1, 9, (1,), 3, trace=TRACE, wait_length=3)),
     (draft_pb.DraftResponse, items.Nodes(1, 1, 1, 9, (items.DraftNode(1, 0, 2, True, PROBS),))),
 )
@@ -403,6 +411,9 @@ def largest_items() -> Iterator[tuple[int, bytes]]:
     heads = HeadProposals(many * candidate_count, bytes(candidate_count))
     output = SamplerOutput(many * 65, (0.5,) * 64, (-1.0,) * 64, (position,) * 65, heads)
     yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(target_pb.VerifyResponse, items.VerificationResult(*name, 1, output))
+    own, tops = [-1.0] * 1024, [-1.0] * 1024 * 20
+    part = PromptLogprobs(TOKENS_MAX, many * 1024, own, [*many] * 1024, [*many] * 1024 * 20, tops)
+    yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(target_pb.VerifyResponse, items.PromptPart(*name, part))
 
 
 def test_streams_carry_the_largest_item_and_little_more() -> None:

@@ -56,6 +56,9 @@ class Feed(Generic[Payload, Answer]):
     `Chunk`), which run in the step of the logits. The table must have the length `start_position`; a feed whose table
     has another length when it runs fails. Exactly one of `done` and `failed` is called, on the engine thread; neither
     if `is_current` returns False. `done` gets the sampler output, None without logits.
+
+    With `part` it is a prompt all of whose rows have logits, in any number of steps: part(start, end) is the payload of
+    its rows [start, end), and `done` is called after each step, with the sampler output of that step's rows.
     """
 
     table: BlockTable
@@ -67,6 +70,7 @@ class Feed(Generic[Payload, Answer]):
     failed: Callable[[SpecdecError], None] = ignore
     is_current: Callable[[], bool] = lambda: True
     paths: Sequence[Sequence[int]] = ()
+    part: Callable[[int, int], Payload] | None = None
     submitted_s: float = field(default=0.0, init=False)
     timing: StepTiming = field(default_factory=StepTiming, init=False)
     fed_count: int = field(default=0, init=False)
@@ -86,8 +90,9 @@ class Feed(Generic[Payload, Answer]):
 
     @property
     def context_count(self) -> int:
-        """Remaining rows without logits: none in a decode or a verification, most of a prompt."""
-        return self.row_count - self.logit_count
+        """Remaining rows that may run in a step before the last: none of a decode or a verification, most of a prompt,
+        which are those without logits, or with `part` all."""
+        return self.row_count - (self.logit_count if self.part is None else 0)
 
     def rows_within(self, row_count_max: int, chunk_size: int) -> int:
         """Returns the number of rows of the next step: all remaining ones, or those up to the next multiple of the
@@ -104,9 +109,16 @@ class Feed(Generic[Payload, Answer]):
     def chunk(self, count: int | None = None) -> Chunk:
         """Returns the next `count` rows, a number from `rows_within`, or all that are left."""
         token_ids = self.token_ids[self.fed_count :]
+        if self.part is not None:
+            own = token_ids[:count]
+            return Chunk(self.table.block_ids, self.next_position, own, len(own))
         if count is None or count == len(token_ids):
             return Chunk(self.table.block_ids, self.next_position, token_ids, self.logit_count, self.paths)
         return Chunk(self.table.block_ids, self.next_position, token_ids[:count], 0)
+
+    def payload_of(self, chunk: Chunk) -> Payload:
+        """Returns the sampler's input for the next rows, which are `chunk`."""
+        return self.payload if self.part is None else self.part(self.fed_count, self.fed_count + len(chunk.token_ids))
 
 
 def choose(

@@ -172,7 +172,7 @@ class StepRunner(Generic[Payload, Answer]):
     def _output_of(
         self, chosen: Chosen[Payload, Answer], logits: torch.Tensor, hidden: Sequence[torch.Tensor | None]
     ) -> Sequence[Answer]:
-        payloads = [feed.payload for feed, _ in chosen]
+        payloads = [feed.payload_of(chunk) for feed, chunk in chosen]
         results = self._sampler(payloads, [chunk.logit_count for _, chunk in chosen], logits)
         if len(results) != len(chosen):
             raise ValueError(f"the sampler gave {len(results)} results for {len(chosen)} requests")

@@ -285,7 +285,7 @@ class Engine(Generic[Payload, Answer]):
     def _finish(
         self, chosen: Chosen[Payload, Answer], report: StepReport[Answer], started_s: float, ended_s: float
     ) -> None:
-        """Counts the rows that ran, and calls back the feeds that failed or have no more."""
+        """Counts the rows that ran, and calls back the feeds that failed, have no more, or are told of each part."""
         for (feed, chunk), outcome in zip(chosen, report.outcomes):
             timing = feed.timing
             if not timing.step_count:
@@ -296,9 +296,10 @@ class Engine(Generic[Payload, Answer]):
             if isinstance(outcome, SpecdecError):
                 self._waiting.pop(feed, None)
                 self._call(feed.failed, outcome)
-            elif not feed.row_count:
-                self._waiting.pop(feed, None)
-                feed.table.is_decoding = True
+            elif not feed.row_count or feed.part is not None:
+                if not feed.row_count:
+                    self._waiting.pop(feed, None)
+                    feed.table.is_decoding = feed.part is None
                 timing.sampling_s, timing.row_count = report.sampling_s, report.row_count
                 timing.feed_count, timing.started_s, timing.ended_s = len(chosen), started_s, ended_s
                 self._call(feed.done, outcome, timing)
