@@ -89,6 +89,7 @@ bench: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmar
 	@$(BIN)/python -m bench.policy_cells
 	@$(BIN)/python -m bench.concurrency --jump --coordinators
 	@$(BIN)/python -m bench.fleet
+	@$(BIN)/python -m bench.masks
 	@$(BIN)/python -m bench.pipeline
 	@$(BIN)/python -m bench.proposers
 	@$(BIN)/python -m bench.chat_pair

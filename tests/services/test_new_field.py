@@ -21,7 +21,7 @@ from tests.support.services import Client
 
 NEW_FIELD = """\
   // Keeps tokens whose information is near the expected one, up to this probability; in (0, 1]. Absent: 1.
-  optional double typical_p = 17 [(wire) = {
+  optional double typical_p = 99 [(wire) = {
     high: 1
     reason: "a probability"
     is_above_low: true
