@@ -32,7 +32,7 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from tests.structured.schemas import SCHEMAS, Schema
 from tests.support.services import MODELS, Client, Outcome, running
 
-CLOSERS = ('"', "}", "]", ":", ",", "@", "0", "a")  # what a text is completed with if it may be, in this order
+CLOSERS = ('"', "@", "}", "]", ":", ",", "0", "a")  # what a text is completed with if it may be, in this order
 COMPLETION_TOKENS_MAX = 1000
 BOUNDED_SHARE_MIN = 0.95
 FORMATS = Draft202012Validator.FORMAT_CHECKER  # of date, uuid, email, ipv4; the two below are RFC 3339's
@@ -71,6 +71,10 @@ class Judge:
     def __init__(self, tokenizer: Path) -> None:
         self._tokenizer = LLTokenizer(str(tokenizer))
         self._closers = [self._tokenizer.tokenize_str(text)[0] for text in CLOSERS]
+
+    def token_ids(self, text: str) -> list[int]:
+        """Returns the tokens of a text."""
+        return list(self._tokenizer.tokenize_str(text))
 
     def wrong(self, own: Schema, outcome: Outcome) -> str:
         """Returns the reason why a text is not valid, or no beginning of a valid one; empty if it is."""
