@@ -73,7 +73,7 @@ def test_a_demanded_call_comes(address: str, choice: Any) -> None:
 
 
 def test_strict_tools_leave_the_text_free(address: str) -> None:
-    """Claim: beside a strict tool an answer may still be any text. Conclusive: this model writes no calls by itself; its
+    """Claim: beside a strict tool an answer may still be any text. Conclusive: the model writes no calls by itself; its
     text goes on to the limit."""
     for one in answers(address, {"tools": [tool("go", strict=True)], "max_tokens": 24}):
         assert one.text and not one.calls and one.reason == "length"
