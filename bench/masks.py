@@ -71,7 +71,7 @@ CASES: tuple[tuple[Json, Any], ...] = (
     ),
     (
         {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
-        {"name": "root", "children": [{"name": "left", "children": [{"name": "leaf", "children": []}]}]},
+        {"name": "root", "children": [{"name": "left", "children": [{"name": "last", "children": []}]}]},
     ),
     (
         {"type": "object", "additionalProperties": {"anyOf": [TEXT, INTEGER, {"type": "boolean"}]}},

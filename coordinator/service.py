@@ -158,8 +158,9 @@ class Coordinator:
         if count > most:
             raise InvalidRequest("sampling.n", count, f"at most this server's places for generations, {most}")
         if count > self._free_count:
-            which = f"all {most} places" if not self._free_count else f"all but {self._free_count} of {most} places"
-            raise CacheExhausted(f"{which} for generations are taken")
+            if not self._free_count:
+                raise CacheExhausted(f"all {most} places for generations are taken")
+            raise CacheExhausted(f"{self._free_count} of {most} places for generations are free, {count} are needed")
         self._free_count -= count
 
     def _end(self, choices: Choices, deltas: list[list[Delta]]) -> None:

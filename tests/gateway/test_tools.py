@@ -135,7 +135,7 @@ def test_template_arguments_are_those_it_names(scripted: str, tmp_path: Path) ->
         ({"chat_template_kwargs": {"a": "x" * (1 << 20)}}, "chat_template_kwargs"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
     ):
         refused = ask(scripted, PATH, ASKED | change)
         assert (refused.status, refused.error["param"]) == (400, param), refused.body
