@@ -18,7 +18,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from bench.network.machines import LOOPBACK, Machine
 from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.placement import COORDINATOR_NICE, cores_of_machines, processor_name
 from bench.pipeline.samples import measure
-from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT
+from bench.pipeline.variants import AUTO as OF_DRAFT
+from bench.pipeline.variants import OFF, RULES_DEFAULT
 from bench.poor_drafts import write_always_wrong
 from bench.processes import set_priority
 from bench.streams import block_of, run_streams
@@ -43,6 +44,7 @@ from specdec.errors import SpecdecError
 from specdec.launch.children import Child, start
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
+AUTO = replace(OF_DRAFT, proposers=())  # the service's own: requests that name some measure no draft model
 OF_GOOD, OF_OFF = 0.97, 0.98
 TARGET_COUNT = 4
 REFUSALS = "specdec_draft_refusals_total "
@@ -93,7 +95,8 @@ def two_models(
         drafts = {BOTH: (poor.address, good.address), GOOD: (good.address,), NONE: ()}
         stubs = {}
         for name, own in drafts.items():
-            coordinator = started("coordinator", CoordinatorSettings, tokenizer=str(model), target=target, draft=own)
+            common = {"tokenizer": str(model), "target": target, "draft": own, "proposers": "draft"}
+            coordinator = started("coordinator", CoordinatorSettings, **common)
             channel = stack.enter_context(grpc.insecure_channel(coordinator.address))
             stubs[name] = pb_grpc.CoordinatorServiceStub(channel)
 
@@ -120,7 +123,7 @@ def beyond_capacity(asked: argparse.Namespace, model: Path, done: Callable[[], N
         own: dict[str, Any] = {"model": str(model), "threads": 1, "dtype": asked.dtype}
         targets = tuple(started("target", TargetSettings, **own).address for _ in range(TARGET_COUNT))
         draft = started("draft", DraftSettings, target_tokenizer=str(model), **own).address
-        common: dict[str, Any] = {"tokenizer": str(model), "target": targets, "draft": draft}
+        common: dict[str, Any] = {"tokenizer": str(model), "target": targets, "draft": draft, "proposers": "draft"}
         page = f"{LOOPBACK}:{free_port()}"
         pages = {AUTO.name: {"metrics_address": page}, OFF.name: {}}
         addresses = {
