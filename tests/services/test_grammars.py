@@ -6,8 +6,6 @@ import contextlib
 import json
 import re
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -230,72 +228,3 @@ def test_refusals_name_field_and_reason(services: Services, case: str) -> None:
     assert field in caught.value.details() and word in caught.value.details()
     assert details(caught.value).code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert services.client.generate(PROMPT, max_tokens=5, temperature=0, grammar={"choice": ["a"]}).text == "a"
-
-
-HOSTILE = {
-    "bomb": {"regex": "((.{1,100}){1,100}){1,100}"},
-    "late bomb": {"lark": 'start: "a" X\nX: /((b{1,100}){1,100}){1,100}c/'},
-    "patterns": {
-        "json_schema": {
-            "type": "object",
-            "properties": {f"k{i}": {"type": "string", "pattern": f"^[a-z]*x{i}.*[0-9]{{1,20}}$"} for i in range(700)},
-            "additionalProperties": False,
-        }
-    },
-    "ambiguous": {"lark": 'start: e\ne: e e e | e e | "a" | "aa" | ""'},
-    "wide": {
-        "lark": "start: "
-        + " | ".join(f"T{i}" for i in range(1500))
-        + "".join(f"\nT{i}: /[a-z]*q{i}[0-9]*/" for i in range(1500))
-    },
-}
-
-
-@pytest.mark.more
-def test_hostile_grammars_cost_their_request_only(services: Services) -> None:
-    """Claim: while bombs, long and ambiguous grammars come in, another stream has no pause of 0.2 s beyond those that
-    it has without them, and each hostile request ends: with text, or by a reason.
-
-    Conclusive: the stream is long, on the same services; the kinds of grammars exceed different limits.
-    """
-    asked = {"max_tokens": 350, "temperature": 0, "ignore_eos": True, "speculative": SHAPES["off"]}
-
-    def longest_pause_s() -> float:
-        last_s, longest_s = time.monotonic(), 0.0
-        for index, _ in enumerate(
-            services.client.stub.Generate(services.client.request("def f(", **asked), timeout=120)
-        ):
-            now_s = time.monotonic()
-            longest_s = max(longest_s, now_s - last_s) if index > 1 else 0.0
-            last_s = now_s
-        return longest_s
-
-    quiet_s = longest_pause_s()
-    outcomes: list[Any] = []
-    is_over = threading.Event()
-
-    def attack() -> None:
-        number = 0
-        while not is_over.is_set():
-            name = [*HOSTILE][number % len(HOSTILE)]
-            number += 1
-            try:
-                own = json.loads(json.dumps(HOSTILE[name]).replace("x1", f"x{number}"))
-                outcomes.append((name, services.client.generate("a", max_tokens=8, temperature=1, grammar=own)))
-            except grpc.RpcError as error:
-                outcomes.append((name, error.code()))
-            time.sleep(0.1)
-
-    threads = [threading.Thread(target=attack) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        pause_s = longest_pause_s()
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    codes = {code for _, code in outcomes if isinstance(code, grpc.StatusCode)}
-    assert codes <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert {name for name, _ in outcomes} == set(HOSTILE)
-    assert pause_s < quiet_s + 0.2, f"{pause_s} s, {quiet_s} s without; {outcomes}"
