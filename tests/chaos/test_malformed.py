@@ -16,7 +16,12 @@ from tests.chaos.wire import read, write
 
 REQUEST = pb.GenerateRequest(
     token_ids={"ids": [1, 2]},
-    sampling={"temperature": 1.0, "logit_bias": [{"token_id": 1, "bias": 2.0}], "stop": ["x"]},
+    sampling={
+        "temperature": 1.0,
+        "logit_bias": [{"token_id": 1, "bias": 2.0}],
+        "stop": ["x"],
+        "grammar": {"choice": {"texts": ["a"]}},
+    },
     speculative={"num_speculative_tokens": 2},
     resume={"output_token_ids": [3]},
     prediction={"token_ids": {"ids": [4, 5]}},

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.structured.__main__ import Judge, main
 from tests.structured.schemas import SCHEMAS
@@ -32,6 +34,7 @@ def test_the_judge_finds_invalid_texts() -> None:
     assert "illegal" in judge.wrong(PERSON, ended(judge, '{"name', length))
 
 
+@pytest.mark.more
 def test_texts_under_schemas_are_valid() -> None:
     """Claim: texts under each of the 40 schemas are valid or begin valid ones, and are the same without speculation."""
     assert main(["--texts", "40", "--streams", "4", "--max-tokens", "120", "--check"]) == 0
