@@ -230,7 +230,8 @@ def test_a_draft_with_a_part_of_the_tokens_says_so(draft: Path, texts: Path) -> 
     assert (described.draft_vocabulary, described.draft_vocabulary_size) == (DraftVocabulary.SUBSET, DRAFT_VOCABULARY)
     assert described.draft_vocabulary_share == pytest.approx(share)
     with capture_logs() as logs:
-        make_drafter(Engine(model, 24, 16, proposals), described, None, Tracing())
+        settings = DraftSettings(model=str(draft))
+        make_drafter(Engine(model, 24, 16, proposals), described, settings, Tracing())
     assert f"is a part of the target: it proposes 1,500 of 4,096 tokens, {share:.0%} of those" in logs[0]["relation"]
 
 
