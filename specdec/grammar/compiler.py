@@ -8,7 +8,9 @@ makes a matcher in an error state.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 KEPT_COUNT_MAX = 64  # compiled grammars: the latest
 WAITING_COUNT_MAX = 32  # of each thread; a further one is refused
 SHORT_BYTES_MAX = 4 << 10
+NICE = 10  # of the threads that compile
 SLOW_MASK_S, SLOW_COMPILATION_S = 0.005, 0.02  # usual are 0.1 ms and 1 ms; slower ones are not for beside a step
 
 
@@ -94,7 +97,7 @@ class Compiler:
                 raise CacheExhausted(f"{WAITING_COUNT_MAX} grammars wait to be compiled")
             self._waiting_counts[is_short] += 1
             if is_short not in self._threads:
-                self._threads[is_short] = ThreadPoolExecutor(1, "grammar")
+                self._threads[is_short] = ThreadPoolExecutor(1, "grammar", initializer=give_way)
             made = self._threads[is_short].submit(self._compile, grammar, tuple(end_token_ids))
             self._kept[key] = made
             if len(self._kept) > KEPT_COUNT_MAX:
@@ -135,6 +138,13 @@ class Compiler:
                     cause = f"absent: the library cannot read this model's tokenizer: {one_line(error)}"
                     raise InvalidRequest("grammar", "set", cause) from None
             return self._tokenizer
+
+
+def give_way() -> None:
+    """Lets the other threads of this machine go before the calling one, where the system has priorities of threads:
+    a compilation may take a second, which steps and events must not wait for."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def limits() -> LLParserLimits:
