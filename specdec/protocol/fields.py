@@ -142,7 +142,7 @@ MEANINGS = {
     "SamplingParams.min_p": ("Drop tokens less likely than this share of the likeliest; in [0, 1]. Absent: 0."),
     "SamplingParams.repetition_penalty": (
         "Weakens tokens seen in prompt or output: divides their positive and multiplies their negative "
-        "logits; in [0.01, 100]. Absent: 1, neutral."
+        "logits; in [0.01, 100]. An encoder's input does not count. Absent: 1, neutral."
     ),
     "SamplingParams.presence_penalty": (
         "Weakens tokens seen in the output: subtracted once from their logits; in [-2, 2]. Absent: 0."
@@ -178,7 +178,8 @@ MEANINGS = {
     "SamplingParams.prompt_logprobs": (
         "Log-probabilities of the prompt's tokens but the first: absent none, 0 of each token, n (at most 20) "
         "also of the n likeliest at its position. They come before the first output token, so with output "
-        "tokens in `resume` none is sent."
+        "tokens in `resume` none is sent. An encoder's input has none: of an encoder-decoder model they are "
+        "those of its beginning but the first."
     ),
     "SamplingParams.bad_words": (
         "Words that the output does not contain, as the tokens of the text with and without a space before; "

@@ -58,7 +58,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "sampling", "speculative", "resume", "label", "cache_salt", "prediction", "prompt_cache_key")
+    __slots__ = ("text", "token_ids", "sampling", "speculative", "resume", "label", "cache_salt", "prediction", "prompt_cache_key", "decoder_prompt")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
+    DECODER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     sampling: SamplingParams
@@ -77,7 +78,16 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     prediction: Prediction
     prompt_cache_key: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[SpeculativePolicy, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., label: _Optional[str] = ..., cache_salt: _Optional[str] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., prompt_cache_key: _Optional[str] = ...) -> None: ...
+    decoder_prompt: DecoderPrompt
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[SpeculativePolicy, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., label: _Optional[str] = ..., cache_salt: _Optional[str] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., prompt_cache_key: _Optional[str] = ..., decoder_prompt: _Optional[_Union[DecoderPrompt, _Mapping]] = ...) -> None: ...
+
+class DecoderPrompt(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("text", "token_ids")
@@ -208,7 +218,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "seed", "rule", "model_digest", "numerics", "prompt_length", "max_tokens", "rule_reason")
+    __slots__ = ("request_id", "seed", "rule", "model_digest", "numerics", "prompt_length", "max_tokens", "rule_reason", "encoder_length")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +227,7 @@ class Started(_message.Message):
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RULE_REASON_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_LENGTH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     seed: int
     rule: _types_pb2.Rule
@@ -225,7 +236,8 @@ class Started(_message.Message):
     prompt_length: int
     max_tokens: int
     rule_reason: str
-    def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ..., prompt_length: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rule_reason: _Optional[str] = ...) -> None: ...
+    encoder_length: int
+    def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ..., prompt_length: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rule_reason: _Optional[str] = ..., encoder_length: _Optional[int] = ...) -> None: ...
 
 class Moved(_message.Message):
     __slots__ = ("first_output_index", "numerics")
@@ -312,12 +324,14 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., trace_id: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens")
+    __slots__ = ("prompt_tokens", "output_tokens", "encoder_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     output_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    encoder_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., encoder_tokens: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s", "num_model_draft_tokens", "num_model_accepted_tokens", "num_ngram_draft_tokens", "num_ngram_accepted_tokens", "num_suffix_draft_tokens", "num_suffix_accepted_tokens", "num_prediction_draft_tokens", "num_prediction_accepted_tokens", "num_heads_draft_tokens", "num_heads_accepted_tokens", "num_paths", "num_target_changes", "num_draft_changes", "num_grammar_draft_tokens", "num_grammar_accepted_tokens")

@@ -27,7 +27,7 @@ from specdec.v1 import field_pb2 as specdec_dot_v1_dot_field__pb2
 from specdec.v1 import types_pb2 as specdec_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecdec/v1/open_item.proto\x12\nspecdec.v1\x1a$specdec/v1/coordinator_service.proto\x1a\x16specdec/v1/field.proto\x1a\x16specdec/v1/types.proto\"\xea\x03\n\x16ResolvedSamplingParams\x12\x1e\n\x04rule\x18\x01 \x01(\x0e\x32\x10.specdec.v1.Rule\x12\x1c\n\x04seed\x18\x02 \x01(\x06\x42\x0e\xc2\xf3\x18\n\n\x08SEED_MAX\x12\x45\n\x0estop_token_ids\x18\x0c \x03(\rB-\xc2\xf3\x18)\n\x1bPARAMS_STOP_TOKEN_COUNT_MAX:\nTOKENS_MAX\x12\'\n\rprompt_length\x18\x0e \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12,\n\x08sampling\x18\x0f \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x44\n\rend_token_ids\x18\x10 \x03(\rB-\xc2\xf3\x18)\n\x1bPARAMS_STOP_TOKEN_COUNT_MAX:\nTOKENS_MAX\x12M\n\x12\x62\x61\x64_word_token_ids\x18\x11 \x03(\rB1\xc2\xf3\x18-\n\x1fPARAMS_BAD_WORD_TOKEN_COUNT_MAX:\nTOKENS_MAX\x12S\n\x10\x62\x61\x64_word_lengths\x18\x12 \x03(\rB9\xc2\xf3\x18\x35\n\x19PARAMS_BAD_WORD_COUNT_MAX:\x18\x42\x41\x44_WORD_TOKEN_COUNT_MAXJ\x04\x08\x03\x10\x0cJ\x04\x08\r\x10\x0e\"\xd2\x02\n\x08OpenItem\x12!\n\x07session\x18\x01 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0bincarnation\x18\x02 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12\x32\n\x06params\x18\x03 \x01(\x0b\x32\".specdec.v1.ResolvedSamplingParams\x12$\n\nlength_max\x18\x04 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12)\n\x0fvocabulary_size\x18\x05 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12\'\n\x05trace\x18\x06 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12/\n\ncache_salt\x18\x07 \x01(\tB\x1b\xc2\xf3\x18\x17\n\x15\x43\x41\x43HE_SALT_LENGTH_MAX\x12\x1d\n\x06\x61ge_ms\x18\x08 \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bitsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecdec/v1/open_item.proto\x12\nspecdec.v1\x1a$specdec/v1/coordinator_service.proto\x1a\x16specdec/v1/field.proto\x1a\x16specdec/v1/types.proto\"\x94\x04\n\x16ResolvedSamplingParams\x12\x1e\n\x04rule\x18\x01 \x01(\x0e\x32\x10.specdec.v1.Rule\x12\x1c\n\x04seed\x18\x02 \x01(\x06\x42\x0e\xc2\xf3\x18\n\n\x08SEED_MAX\x12\x45\n\x0estop_token_ids\x18\x0c \x03(\rB-\xc2\xf3\x18)\n\x1bPARAMS_STOP_TOKEN_COUNT_MAX:\nTOKENS_MAX\x12\'\n\rprompt_length\x18\x0e \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12,\n\x08sampling\x18\x0f \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12\x44\n\rend_token_ids\x18\x10 \x03(\rB-\xc2\xf3\x18)\n\x1bPARAMS_STOP_TOKEN_COUNT_MAX:\nTOKENS_MAX\x12M\n\x12\x62\x61\x64_word_token_ids\x18\x11 \x03(\rB1\xc2\xf3\x18-\n\x1fPARAMS_BAD_WORD_TOKEN_COUNT_MAX:\nTOKENS_MAX\x12S\n\x10\x62\x61\x64_word_lengths\x18\x12 \x03(\rB9\xc2\xf3\x18\x35\n\x19PARAMS_BAD_WORD_COUNT_MAX:\x18\x42\x41\x44_WORD_TOKEN_COUNT_MAX\x12(\n\x0e\x65ncoder_length\x18\x13 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAXJ\x04\x08\x03\x10\x0cJ\x04\x08\r\x10\x0e\"\xd2\x02\n\x08OpenItem\x12!\n\x07session\x18\x01 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12%\n\x0bincarnation\x18\x02 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nUINT32_MAX\x12\x32\n\x06params\x18\x03 \x01(\x0b\x32\".specdec.v1.ResolvedSamplingParams\x12$\n\nlength_max\x18\x04 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12)\n\x0fvocabulary_size\x18\x05 \x01(\rB\x10\xc2\xf3\x18\x0c\n\nTOKENS_MAX\x12\'\n\x05trace\x18\x06 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12/\n\ncache_salt\x18\x07 \x01(\tB\x1b\xc2\xf3\x18\x17\n\x15\x43\x41\x43HE_SALT_LENGTH_MAX\x12\x1d\n\x06\x61ge_ms\x18\x08 \x01(\rB\r\xc2\xf3\x18\t\n\x07\x33\x32 bitsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,6 +46,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESOLVEDSAMPLINGPARAMS'].fields_by_name['bad_word_token_ids']._serialized_options = b'\302\363\030-\n\037PARAMS_BAD_WORD_TOKEN_COUNT_MAX:\nTOKENS_MAX'
   _globals['_RESOLVEDSAMPLINGPARAMS'].fields_by_name['bad_word_lengths']._loaded_options = None
   _globals['_RESOLVEDSAMPLINGPARAMS'].fields_by_name['bad_word_lengths']._serialized_options = b'\302\363\0305\n\031PARAMS_BAD_WORD_COUNT_MAX:\030BAD_WORD_TOKEN_COUNT_MAX'
+  _globals['_RESOLVEDSAMPLINGPARAMS'].fields_by_name['encoder_length']._loaded_options = None
+  _globals['_RESOLVEDSAMPLINGPARAMS'].fields_by_name['encoder_length']._serialized_options = b'\302\363\030\014\n\nTOKENS_MAX'
   _globals['_OPENITEM'].fields_by_name['session']._loaded_options = None
   _globals['_OPENITEM'].fields_by_name['session']._serialized_options = b'\302\363\030\014\n\nUINT32_MAX'
   _globals['_OPENITEM'].fields_by_name['incarnation']._loaded_options = None
@@ -59,7 +61,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENITEM'].fields_by_name['age_ms']._loaded_options = None
   _globals['_OPENITEM'].fields_by_name['age_ms']._serialized_options = b'\302\363\030\t\n\00732 bits'
   _globals['_RESOLVEDSAMPLINGPARAMS']._serialized_start=129
-  _globals['_RESOLVEDSAMPLINGPARAMS']._serialized_end=619
-  _globals['_OPENITEM']._serialized_start=622
-  _globals['_OPENITEM']._serialized_end=960
+  _globals['_RESOLVEDSAMPLINGPARAMS']._serialized_end=661
+  _globals['_OPENITEM']._serialized_start=664
+  _globals['_OPENITEM']._serialized_end=1002
 # @@protoc_insertion_point(module_scope)

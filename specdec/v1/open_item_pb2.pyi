@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ResolvedSamplingParams(_message.Message):
-    __slots__ = ("rule", "seed", "stop_token_ids", "prompt_length", "sampling", "end_token_ids", "bad_word_token_ids", "bad_word_lengths")
+    __slots__ = ("rule", "seed", "stop_token_ids", "prompt_length", "sampling", "end_token_ids", "bad_word_token_ids", "bad_word_lengths", "encoder_length")
     RULE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class ResolvedSamplingParams(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORD_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORD_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_LENGTH_FIELD_NUMBER: _ClassVar[int]
     rule: _types_pb2.Rule
     seed: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -27,7 +28,8 @@ class ResolvedSamplingParams(_message.Message):
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bad_word_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bad_word_lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_coordinator_service_pb2.SamplingParams, _Mapping]] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., bad_word_token_ids: _Optional[_Iterable[int]] = ..., bad_word_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+    encoder_length: int
+    def __init__(self, rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_coordinator_service_pb2.SamplingParams, _Mapping]] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., bad_word_token_ids: _Optional[_Iterable[int]] = ..., bad_word_lengths: _Optional[_Iterable[int]] = ..., encoder_length: _Optional[int] = ...) -> None: ...
 
 class OpenItem(_message.Message):
     __slots__ = ("session", "incarnation", "params", "length_max", "vocabulary_size", "trace", "cache_salt", "age_ms")

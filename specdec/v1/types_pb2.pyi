@@ -149,7 +149,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size", "draft_vocabulary", "draft_vocabulary_share", "num_heads", "head_times", "instance")
+    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size", "draft_vocabulary", "draft_vocabulary_share", "num_heads", "head_times", "instance", "encoder_positions_max", "beginning_token_ids")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,8 @@ class DescribeResponse(_message.Message):
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_TIMES_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_POSITIONS_MAX_FIELD_NUMBER: _ClassVar[int]
+    BEGINNING_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     tokenizer_fingerprint: str
     model_name: str
@@ -184,7 +186,9 @@ class DescribeResponse(_message.Message):
     num_heads: int
     head_times: _containers.RepeatedCompositeFieldContainer[StepTime]
     instance: str
-    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ..., draft_vocabulary: _Optional[_Union[DraftVocabulary, str]] = ..., draft_vocabulary_share: _Optional[float] = ..., num_heads: _Optional[int] = ..., head_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., instance: _Optional[str] = ...) -> None: ...
+    encoder_positions_max: int
+    beginning_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ..., draft_vocabulary: _Optional[_Union[DraftVocabulary, str]] = ..., draft_vocabulary_share: _Optional[float] = ..., num_heads: _Optional[int] = ..., head_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., instance: _Optional[str] = ..., encoder_positions_max: _Optional[int] = ..., beginning_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("rows", "step_us")
