@@ -37,6 +37,7 @@ class Started:
     max_tokens: int
     model_digest: str
     numerics: types_pb.NumericsProfile
+    encoder_length: int = 0  # of the prompt's tokens, those that are an encoder's input
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Finished:
     output_tokens: int
     statistics: Statistics
     trace_id: str
+    encoder_tokens: int = 0  # of the prompt's, those that are an encoder's input
 
 
 Event = Started | PromptLogprobs | Delta | Moved | Finished
@@ -71,12 +73,12 @@ def event_of(response: coordinator_pb.GenerateResponse) -> Event:
         own = response.started
         rule = _RULES.get(own.rule), own.rule_reason
         counts = own.prompt_length, own.max_tokens
-        return Started(own.request_id, own.seed, *rule, *counts, own.model_digest, own.numerics)
+        return Started(own.request_id, own.seed, *rule, *counts, own.model_digest, own.numerics, own.encoder_length)
     if response.HasField("finished"):
         end, usage = response.finished, response.finished.usage
         stop = end.stop_string, end.stop_token_id if end.HasField("stop_token_id") else None
         counts = usage.prompt_tokens, usage.output_tokens
-        return Finished(_REASONS.get(end.reason), *stop, *counts, end.statistics, end.trace_id)
+        return Finished(_REASONS.get(end.reason), *stop, *counts, end.statistics, end.trace_id, usage.encoder_tokens)
     if response.HasField("prompt_logprobs"):
         part = response.prompt_logprobs
         numbers = [list(getattr(part, name)) for name in PromptLogprobs._fields[1:]]

@@ -33,7 +33,8 @@ SUMMED_TIMES_PER_S = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request was admitted; `seed` and `rule` are those in force, `rule_reason` is the reason for the rule."""
+    """The request was admitted; `seed` and `rule` are those in force, `rule_reason` is the reason for the rule.
+    `encoder_length`: of the prompt's tokens, those that are an encoder's input."""
 
     request_id: str
     seed: int
@@ -41,6 +42,7 @@ class Started:
     prompt_length: int
     max_tokens: int
     rule_reason: str = ""
+    encoder_length: int = 0
 
 
 def summable_s(time_s: float) -> float:
@@ -237,6 +239,7 @@ class Statistics:
     exploration_loss_s: float = summed()
     cached_prompt_tokens: int = traced("specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.")
     prompt_tokens: int = summed("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
+    encoder_tokens: int = traced("specdec_encoder_tokens", "Those of them that are an encoder's input.")
     output_tokens: int = summed("vllm:generation_tokens", "Output tokens generated, without resumed ones.")
     draft_refusals: int = summed(
         "specdec_draft_refusals", "Refusals of a draft to draft for a generation: too few cells or no positions left."
@@ -367,7 +370,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The text ended."""
+    """The text ended. `encoder_tokens`: of the prompt's, those that are an encoder's input."""
 
     reason: FinishReason
     stop_string: str
@@ -376,6 +379,7 @@ class Finished:
     output_tokens: int
     statistics: Statistics
     trace_id: str
+    encoder_tokens: int = 0
 
 
 Event = Started | PromptLogprobs | Delta | Moved | Finished

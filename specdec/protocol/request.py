@@ -73,8 +73,9 @@ class SpeculativePolicy(SpeculativeFields):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request: `text` or `token_ids` is the prompt; `resumed_token_ids` were generated before; `predicted_text` or
-    `predicted_token_ids` is expected in the answer."""
+    """One request: `text` or `token_ids` is the prompt, of an encoder-decoder model the encoder's input; `decoder_text`
+    or `decoder_token_ids` begins the output of such a model, its own beginning if both are absent;
+    `resumed_token_ids` were generated before; `predicted_text` or `predicted_token_ids` is expected in the answer."""
 
     text: str | None = None
     token_ids: tuple[int, ...] = ()
@@ -86,12 +87,18 @@ class GenerationRequest:
     predicted_text: str | None = None
     predicted_token_ids: tuple[int, ...] = ()
     prompt_cache_key: str = ""
+    decoder_text: str | None = None
+    decoder_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.text is not None and not self.text:
+        if self.text == "":
             raise InvalidRequest("prompt.text", "", "at least one character long")
         if self.text is None and not self.token_ids:
             raise InvalidRequest("prompt.token_ids", [], "at least one token id")
+        if self.decoder_text == "":
+            raise InvalidRequest("decoder_prompt.text", "", "at least one character long, or no decoder_prompt")
+        if self.decoder_token_ids == ():
+            raise InvalidRequest("decoder_prompt.token_ids", [], "at least one token id, or no decoder_prompt")
         if len(self.label) > LABEL_LENGTH_MAX:
             raise InvalidRequest("label", f"{len(self.label)} characters", f"at most {LABEL_LENGTH_MAX} characters")
         check_salt(self.cache_salt)
@@ -114,6 +121,11 @@ class GenerationRequest:
         of SUFFIX are texts of all clients with the same salt, without one of all others."""
         is_common = self.speculative.report_rounds and not self.cache_salt
         return frozenset({Proposer.SUFFIX}) if is_common else frozenset()
+
+    @property
+    def has_decoder_prompt(self) -> bool:
+        """Whether the request says how the output begins."""
+        return self.decoder_text is not None or self.decoder_token_ids is not None
 
     @property
     def scores_prompt(self) -> bool:
@@ -156,11 +168,19 @@ class GenerationRequest:
         return most
 
     def check_model(self, prompt: tuple[int, ...], target: Description) -> None:
-        """Raises InvalidRequest for token ids the target does not have, and for a grammar without end tokens."""
-        size = target.vocabulary_size
+        """Raises InvalidRequest for token ids the target does not have, for a grammar without end tokens, and for a
+        prompt of another kind of model than the target is. `prompt`: the tokens of the request's prompt."""
+        size, most = target.vocabulary_size, target.encoder_positions_max
+        if target.has_encoder and len(prompt) > most:
+            field = "prompt.token_ids" if self.text is None else "prompt.text"
+            raise InvalidRequest(field, f"{len(prompt)} tokens", f"at most {most} tokens, the positions of the encoder")
+        if not target.has_encoder and self.has_decoder_prompt:
+            limit = "absent: the model is a decoder alone, whose output the prompt begins"
+            raise InvalidRequest("decoder_prompt", "set", limit)
         if self.sampling.grammar is not None and not target.end_token_ids:
             raise InvalidRequest("grammar", self.sampling.grammar.kind, "absent: the model has no end token to end it")
         check_token_ids("prompt.token_ids", prompt, size)
+        check_token_ids("decoder_prompt.token_ids", self.decoder_token_ids or (), size)
         check_token_ids("resume.output_token_ids", self.resumed_token_ids, size)
         check_token_ids("prediction.token_ids", self.predicted_token_ids, size)
         check_token_ids("sampling.stop_token_ids", self.sampling.stop_token_ids, size)
@@ -179,9 +199,10 @@ class GenerationRequest:
         drawn_seed: int,
         end_token_ids: tuple[int, ...],
         bad_words: tuple[tuple[int, ...], ...] = (),
+        encoder_length: int = 0,
     ) -> ResolvedSamplingParams:
         """Returns the resolved sampling parameters under a rule; `drawn_seed` is used if the request has no seed.
-        `bad_words`: their tokens."""
+        `bad_words`: their tokens; `encoder_length`: of the encoder's input among the prompt."""
         sampling = self.sampling
         seed = drawn_seed if sampling.seed is None else sampling.seed
         common = {own.name: getattr(sampling, own.name) for own in fields(CommonSamplingParams)}
@@ -190,4 +211,6 @@ class GenerationRequest:
         ends = () if sampling.grammar is None else tuple(sorted(end_token_ids))
         stops = self.stop_token_ids(end_token_ids)
         tokens: dict[str, Any] = {"stop_token_ids": stops, "end_token_ids": ends, "bad_words": bad_words}
-        return ResolvedSamplingParams(rule, seed, prompt_length, **tokens, **common)
+        return ResolvedSamplingParams(
+            rule, seed, prompt_length, encoder_length=encoder_length, **tokens, **common
+        )

@@ -40,7 +40,7 @@ DRAFT_PROBS_WEIGHTS = tuple(
 DRAFT_PROBS_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enumerate(DRAFT_PROBS_WEIGHTS)))}
 CONFIDENCE_EDGES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 assert len(CONFIDENCE_EDGES) + 1 == CONFIDENCE_MAX
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Rule(enum.Enum):
@@ -94,7 +94,8 @@ class FinishReason(enum.Enum):
 class ResolvedSamplingParams(CommonSamplingParams):
     """Sampling parameters with defaults filled in, and the rule and seed of the draws (see decoding/distribution.py).
 
-    `prompt_length`: positions from there on are output. `stop_token_ids` are masked while fewer than `min_tokens`
+    `prompt_length`: positions from there on are output; those before `encoder_length` are an encoder's input.
+    `stop_token_ids` are masked while fewer than `min_tokens`
     output tokens come before a position. `end_token_ids`: those of the target, with a grammar only, which makes them
     legal where the output may end. `bad_words`: tokens in a row that the output does not contain. `logprobs`: None for
     none, n for the n likeliest beside the token itself.
@@ -106,10 +107,14 @@ class ResolvedSamplingParams(CommonSamplingParams):
     stop_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
     end_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
+    encoder_length: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         check_integer("seed", self.seed, 0, SEED_MAX)
         check_integer("prompt_length", self.prompt_length, 1, TOKENS_MAX)
+        if not 0 <= self.encoder_length < self.prompt_length:
+            limit = f"at least 0 and below prompt_length {self.prompt_length}: a token after the input begins the output"
+            raise InvalidRequest("encoder_length", self.encoder_length, limit)
         is_greedy = self.rule is Rule.GREEDY
         if is_greedy != (self.temperature == 0):
             limit = "0 with rule GREEDY" if is_greedy else f"above 0 with rule {self.rule.name}"
@@ -295,7 +300,9 @@ class Description:
     verification for a target, nodes for a draft. Empty without measurements. `trace_service`: service.name of the spans
     it records, empty if it records none. `draft_vocabulary_size`: number of the ids it proposes, 0: all;
     `draft_vocabulary_share`: of the tokens of a sample text, 0 to 1. `num_heads`: of a target, that propose tokens;
-    `head_times`: (sessions, seconds) that they add to a step. `instance`: of the process that answers.
+    `head_times`: (sessions, seconds) that they add to a step. `instance`: of the process that answers. An
+    encoder-decoder model takes an input of at most `encoder_positions_max` tokens, and begins an output with
+    `beginning_token_ids`; of a decoder alone these are 0 and empty.
     """
 
     model_digest: str
@@ -318,6 +325,18 @@ class Description:
     num_heads: int = 0
     head_times: tuple[tuple[int, float], ...] = ()
     instance: str = ""
+    encoder_positions_max: int = 0
+    beginning_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it is an encoder-decoder model."""
+        return self.encoder_positions_max > 0
+
+    @property
+    def kind(self) -> str:
+        """What it is, in words."""
+        return "an encoder-decoder model" if self.has_encoder else "a decoder alone"
 
     @property
     def numerics(self) -> tuple[str, str, str, int]:

@@ -139,6 +139,7 @@ def params_to_message(params: ResolvedSamplingParams) -> open_item_pb.ResolvedSa
         seed=params.seed,
         stop_token_ids=params.stop_token_ids,
         prompt_length=params.prompt_length,
+        encoder_length=params.encoder_length,
         sampling=given,
         end_token_ids=params.end_token_ids,
         bad_word_token_ids=[token_id for word in params.bad_words for token_id in word],
@@ -199,6 +200,7 @@ def params_from_message(message: open_item_pb.ResolvedSamplingParams) -> Resolve
         stop_token_ids=tuple(stop_token_ids),
         end_token_ids=tuple(end_token_ids),
         bad_words=_bad_words(message),
+        encoder_length=message.encoder_length,
         **given,
     )
 
@@ -244,6 +246,7 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         step_times=_step_times_to_message(description.step_times),
         draft_vocabulary=types_pb.DraftVocabulary.ValueType(description.draft_vocabulary.value),
         head_times=_step_times_to_message(description.head_times),
+        beginning_token_ids=description.beginning_token_ids,
         **{name: getattr(description, name) for name in _DESCRIBED},
     )
 
@@ -276,12 +279,19 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
     size, end_token_ids = message.cache, tuple(message.end_token_ids)
     check_ascending("end_token_ids", end_token_ids)
     check_token_ids("end_token_ids", end_token_ids, TOKENS_MAX)
+    check_integer("encoder_positions_max", message.encoder_positions_max, 0, message.positions_max)
+    beginning, has_encoder = tuple(message.beginning_token_ids), message.encoder_positions_max > 0
+    check_token_ids("beginning_token_ids", beginning, message.vocabulary_size)
+    if bool(beginning) != has_encoder:
+        limit = "at least one token id with an encoder" if has_encoder else "empty without an encoder"
+        raise InvalidRequest("beginning_token_ids", list(beginning), limit)
     return Description(
         end_token_ids=end_token_ids,
         cache=CacheSize(size.block_count, size.block_size, size.bytes) if message.HasField("cache") else None,
         step_times=_step_times_from_message(message.step_times),
         draft_vocabulary=DraftVocabulary(message.draft_vocabulary),
         head_times=_step_times_from_message(message.head_times),
+        beginning_token_ids=beginning,
         **{name: getattr(message, name) for name in _DESCRIBED},
         **{name: getattr(message.numerics, name) for name in _NUMERICS},
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from specdec.config import SpeculationSettings
 from specdec.errors import InvalidRequest
@@ -48,6 +48,7 @@ def check_counts(message: coordinator_pb.GenerateRequest, positions_max: int) ->
     bounded("prompt.token_ids", message.token_ids.ids, positions_max)
     bounded("resume.output_token_ids", message.resume.output_token_ids, positions_max)
     bounded("prediction.token_ids", message.prediction.token_ids.ids, positions_max)
+    bounded("decoder_prompt.token_ids", message.decoder_prompt.token_ids.ids, positions_max)
     check_sampling_counts(message.sampling, "sampling.")
 
 
@@ -91,6 +92,8 @@ def request_from_message(message: coordinator_pb.GenerateRequest, positions_max:
     prompt = message.WhichOneof("prompt")
     if prompt is None:
         raise InvalidRequest("prompt", "absent", "text or token_ids")
+    predicted_text, predicted_token_ids = content_of(message, "prediction")
+    decoder_text, decoder_token_ids = content_of(message, "decoder_prompt")
     return GenerationRequest(
         text=message.text if prompt == "text" else None,
         token_ids=tuple(message.token_ids.ids),
@@ -100,20 +103,25 @@ def request_from_message(message: coordinator_pb.GenerateRequest, positions_max:
         label=message.label,
         cache_salt=message.cache_salt,
         prompt_cache_key=message.prompt_cache_key,
-        **prediction_from_message(message),
+        predicted_text=predicted_text,
+        predicted_token_ids=predicted_token_ids or (),
+        decoder_text=decoder_text,
+        decoder_token_ids=decoder_token_ids,
     )
 
 
-def prediction_from_message(message: coordinator_pb.GenerateRequest) -> dict[str, Any]:
-    """Returns the fields of the prediction, if the request has one. Raises InvalidRequest for an empty one."""
-    if not message.HasField("prediction"):
-        return {}
-    content = message.prediction.WhichOneof("content")
+def content_of(
+    message: coordinator_pb.GenerateRequest, name: Literal["prediction", "decoder_prompt"]
+) -> tuple[str | None, tuple[int, ...] | None]:
+    """Returns the text or the token ids of a field that has one of the two; None for what it does not have. Raises
+    InvalidRequest for one that has neither."""
+    if not message.HasField(name):
+        return None, None
+    own = message.prediction if name == "prediction" else message.decoder_prompt
+    content = own.WhichOneof("content")
     if content is None:
-        raise InvalidRequest("prediction", "absent", "text or token_ids")
-    if content == "text":
-        return {"predicted_text": message.prediction.text}
-    return {"predicted_token_ids": tuple(message.prediction.token_ids.ids)}
+        raise InvalidRequest(name, "absent", "text or token_ids")
+    return (own.text, None) if content == "text" else (None, tuple(own.token_ids.ids))
 
 
 def choice_count(message: coordinator_pb.GenerateRequest) -> int:
@@ -155,6 +163,7 @@ def _started_to_message(event: Started, target: Description) -> coordinator_pb.S
         prompt_length=event.prompt_length,
         max_tokens=event.max_tokens,
         rule_reason=event.rule_reason,
+        encoder_length=event.encoder_length,
     )
 
 
@@ -187,7 +196,11 @@ def _finished_to_message(event: Finished) -> coordinator_pb.Finished:
         reason=cast(coordinator_pb.FinishReason, event.reason.value),
         stop_string=event.stop_string,
         stop_token_id=event.stop_token_id,
-        usage=coordinator_pb.Usage(prompt_tokens=event.prompt_tokens, output_tokens=event.output_tokens),
+        usage=coordinator_pb.Usage(
+            prompt_tokens=event.prompt_tokens,
+            output_tokens=event.output_tokens,
+            encoder_tokens=event.encoder_tokens,
+        ),
         statistics=statistics_to_message(event.statistics),
         trace_id=event.trace_id,
     )
