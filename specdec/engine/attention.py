@@ -22,9 +22,24 @@ NAME = "specdec_paged"
 WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "dropout", "output_attentions", "cache_position"})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PositionBias:
+    """What attention adds to a score, by the distance of the key from the query, key position - query position.
+
+    `table` [heads, 2 reach + 1] float32: column reach + distance; distances beyond have the value of the nearest.
+    """
+
+    table: torch.Tensor
+
+    @property
+    def reach(self) -> int:
+        return self.table.shape[1] // 2
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """One layer's rule for q k^T: times `scaling`, then softcap * tanh(score / softcap), within `window` positions.
+    """One layer's rule for q k^T: times `scaling`, then softcap * tanh(score / softcap), then plus `bias`, within
+    `window` positions.
 
     A row sees the last `window` positions, its own included; None is all of its past. `softcap` None leaves scores.
     """
@@ -32,6 +47,7 @@ class ScoreRule:
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    bias: PositionBias | None = None
 
 
 class AttentionMetadata(Protocol):
@@ -45,6 +61,44 @@ class AttentionMetadata(Protocol):
         queries [rows, heads, head size], keys and values [rows, kv heads, head size], of one type; returns the
         queries' shape and type. Raises StepAbandoned before it writes, if the step's batch says so.
         """
+
+
+class EncoderAttention(Protocol):
+    """The attention of the encoders' rows of one step, each of which sees all rows of its own input.
+
+    `index` [rows] int64: which rows of the step they are.
+    """
+
+    @property
+    def index(self) -> torch.Tensor: ...
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
+        """The attention of one of the encoder's layers; shapes as in `AttentionMetadata`. Raises StepAbandoned."""
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        """Writes the keys and values of a decoder layer's cross attention to the cells of the inputs."""
+
+
+class DecoderAttention(AttentionMetadata, Protocol):
+    """The attention of the decoder's rows of one step. `attend` sees the cells behind the input. `index`: see
+    `EncoderAttention`."""
+
+    @property
+    def index(self) -> torch.Tensor: ...
+
+    def attend_to_input(self, queries: torch.Tensor, layer: int, rule: ScoreRule) -> torch.Tensor:
+        """Cross attention of a layer: queries [rows, heads, head size] to the cells of the row's input, written before;
+        returns the queries' shape and type."""
+
+
+class EncoderDecoderMetadata(Protocol):
+    """The attention of one step of an encoder-decoder model. At least one of the two is there."""
+
+    @property
+    def encoder(self) -> EncoderAttention | None: ...
+
+    @property
+    def decoder(self) -> DecoderAttention | None: ...
 
 
 def paged_attention(
@@ -101,13 +155,15 @@ class CallRecorder:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes of a model, or of one rank's share, for storage and planner: the same for all its layers."""
+    """Sizes of a model, or of one rank's share, for storage and planner: the same for all its layers; of an
+    encoder-decoder model those of its decoder."""
 
     layer_count: int
     head_count: int
     kv_head_count: int
     head_size: int
     rules: tuple[ScoreRule, ...]  # distinct ones
+    has_encoder: bool = False
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -13,8 +13,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from specdec.engine.attention import AttentionMetadata, AttentionShape
+from specdec.engine.attention import AttentionMetadata, AttentionShape, EncoderDecoderMetadata
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
+
+
+StepAttention = AttentionMetadata | EncoderDecoderMetadata  # of a decoder alone; of an encoder-decoder model
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class StepInput:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logit_rows: torch.Tensor
-    plan: AttentionMetadata | None
+    plan: StepAttention | None
     whole: WholeStep | None = None
 
 
@@ -97,6 +100,20 @@ class Backend(Protocol):
 
     def counters(self) -> dict[str, float]:
         """Device statistics for the log when serving ends; may wait for the device."""
+
+
+def check_inputs(batch: RaggedBatch, has_encoder: bool) -> None:
+    """Raises ValueError for chunks of another kind of model, and for a part of an encoder's input."""
+    for chunk in batch.chunks:
+        length, start, end = chunk.encoder_length, chunk.start, chunk.base
+        if (length > 0) != has_encoder:
+            limit = "1 or more: the model has an encoder" if has_encoder else "0: the model is a decoder alone"
+            raise ValueError(f"encoder_length is {length}; it must be {limit}")
+        if chunk.input_count and (start or end < length or chunk.logit_count > len(chunk.token_ids) - length):
+            raise ValueError(
+                f"rows from {start} to {end - 1} with {chunk.logit_count} logits; the encoder's input, {length} tokens, "
+                "runs whole and without logits"
+            )
 
 
 def finite_rows(hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

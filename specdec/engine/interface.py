@@ -20,7 +20,8 @@ from specdec.engine.vocabulary_map import VocabularyMap
 class ModelDescription:
     """A service's description of its model. `vocabulary_size` counts the ids with a string, and the logits of a row;
     `vocabulary`: of a draft that does not have its target's; `kernels`: family and instruction set of native kernels,
-    if any."""
+    if any. An encoder-decoder model takes inputs of at most `encoder_positions_max` tokens, and begins an output with
+    `beginning_token_ids`; of a decoder alone these are 0 and empty."""
 
     model_digest: str
     model_name: str
@@ -33,6 +34,13 @@ class ModelDescription:
     tensor_parallel_size: int = 1
     vocabulary: VocabularyMap | None = None
     kernels: str = ""
+    beginning_token_ids: tuple[int, ...] = ()
+    encoder_positions_max: int = 0
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it is an encoder-decoder model."""
+        return self.encoder_positions_max > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,10 @@ class Chunk:
     the positions before them. The last len(paths) rows are nodes of a tree, below `base`: a node sees the positions
     before `base` and then the cells of its path, in the order of their positions; the last cell is its own, to which it
     is written. Cells that no row sees may hold any values. `logit_count` is 0 inside a long prompt.
+
+    Of an encoder-decoder model the first `encoder_length` tokens of a sequence are the encoder's input, and those after
+    it the decoder's. Rows of the input run whole, in one chunk from position 0 on, and have no logits; their cells hold
+    the keys and values of cross attention, which all later rows see. Self attention sees later cells only.
     """
 
     block_ids: Sequence[int]
@@ -51,6 +63,12 @@ class Chunk:
     token_ids: Sequence[int]
     logit_count: int
     paths: Sequence[Sequence[int]] = ()
+    encoder_length: int = 0
+
+    @property
+    def input_count(self) -> int:
+        """Rows of the encoder's input: all of it, or none."""
+        return self.encoder_length if self.start < self.encoder_length else 0
 
     @property
     def base(self) -> int:

@@ -17,13 +17,15 @@ import transformers
 from torch import nn
 
 from specdec.engine import attention
-from specdec.engine.attention import measure_shape
+from specdec.engine.attention import AttentionShape, measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.engine.cpu.kernels import kernels
+from specdec.engine.encoder_decoder import EncoderDecoder
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.loading.architectures import architecture_of
 from specdec.engine.loading.config_check import served_positions
+from specdec.engine.loading.encoder_decoder import check_encoder_decoder, encoder_positions, served_pair_positions
 from specdec.engine.loading.fitting import check_weights, class_of, config_of, empty_model
 from specdec.engine.loading.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
 from specdec.engine.retokenizer import Retokenizer
@@ -54,20 +56,20 @@ class TransformersModel:
         share: JoinedShare | None = None,
     ):
         self.description = description
-        self._base = model.base_model
         vocabulary = self._vocabulary = description.vocabulary
         self.backend = backend
         columns = vocabulary.columns if vocabulary else torch.arange(description.vocabulary_size)
         output = output_layer(model, columns[: share.vocabulary_part] if share else columns, self.backend)
         self.hidden_size: int = model.get_output_embeddings().weight.shape[1]
         self.returns_hidden = False
+        self._base, shape = base_of(model, description)
         self.backend.replace_modules(self._base)
         self._output: nn.Module = output
         if share:
             share.join(self._base)
             self._output = share.whole_output(output, description.vocabulary_size)
         ids_end = int(vocabulary.own_ids.max()) + 1 if vocabulary else description.vocabulary_size
-        self.backend.attach(self._base, output, measure_shape(self._base, self.backend.device), ids_end)
+        self.backend.attach(self._base, output, shape or measure_shape(self._base, self.backend.device), ids_end)
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -118,6 +120,16 @@ class TransformersModel:
         return self.backend.counters()
 
 
+def base_of(
+    model: transformers.PreTrainedModel, description: ModelDescription
+) -> tuple[nn.Module, AttentionShape | None]:
+    """Returns the base model that takes a step's rows, and its shape if that is not to be measured."""
+    if not description.has_encoder:
+        return model.base_model, None
+    base = EncoderDecoder(model, description.positions_max)
+    return base, base.shape
+
+
 def load_transformers_model(
     name: str,
     folder: ModelFolder,
@@ -134,8 +146,12 @@ def load_transformers_model(
 
     Raises ModelRefused if the weights do not fit the architecture.
     """
-    positions_max = served_positions(name, config_of(folder).max_position_embeddings, positions_max)
     dtype = dtype_of(folder.config, dtype_name)
+    if folder.has_encoder:
+        check_encoder_decoder(name, dtype, device)
+        positions_max = served_pair_positions(folder.config, positions_max)
+    else:
+        positions_max = served_positions(name, config_of(folder).max_position_embeddings, positions_max)
     model = read_weights(name, folder, digest, dtype, attention.NAME)
     with refusing(name):
         model.eval().requires_grad_(False).to(device)
@@ -215,11 +231,14 @@ def logit_scaling(model: transformers.PreTrainedModel) -> tuple[float, float | N
     """Returns the factor of the architecture's logits, and the value they are capped at, if any."""
     architecture = architecture_of(type(model).__name__, {"architectures": [type(model).__name__]})
 
-    def value(key: str | None, default: float | None) -> float | None:
+    def value(key: str | None, default: float | None) -> Any:
         return default if key is None else getattr(model.config, key)
 
     factor, divisor = value(architecture.logit_factor_key, 1.0), value(architecture.logit_divisor_key, 1.0)
-    return (factor or 1.0) / (divisor or 1.0), value(architecture.logit_softcap_key, None)
+    factor = (factor or 1.0) / (divisor or 1.0)
+    if value(architecture.logit_width_key, False):
+        factor *= model.config.hidden_size**-0.5
+    return factor, value(architecture.logit_softcap_key, None)
 
 
 def map_tokenizers(
@@ -270,6 +289,8 @@ def describe(
         libraries=f"{numerics_of(device)}, torch {torch.__version__}, transformers {transformers.__version__}",
         vocabulary=vocabulary,
         kernels=f"{native.family} {native.instructions}" if native else "",
+        beginning_token_ids=folder.beginning,
+        encoder_positions_max=encoder_positions(folder.config, positions_max) if folder.has_encoder else 0,
     )
 
 

@@ -254,7 +254,7 @@ static int report_bits(void) {
 }
 
 int main(int count, char **arguments) {
-    plan p;
+    plan p = {0};
     int code = 0;
     if (count != 3) exit_because("usage: driver FILE INSTRUCTIONS");
     FILE *file = fopen(arguments[1], "r");

@@ -158,15 +158,18 @@ class Driver:
     def load(cls, folder: Path, dtype: str = "float32", block_count: int = 128, block_size: int = 16) -> Driver:
         return cls(load_model(str(folder), dtype), block_count, block_size)
 
-    def open(self, capacity: int = 256) -> BlockTable:
-        return self.cache.reserve(capacity)
+    def open(self, capacity: int = 256, encoder_input: Sequence[int] = ()) -> BlockTable:
+        return self.cache.reserve(capacity, encoder_input)
 
     def step(self, feeds: Sequence[tuple[BlockTable, Sequence[int], int]]) -> StepOutput:
         """One forward of (table, token ids after its cached ones, logit count) each; tables advance."""
         assert self._last_of[self.model] is self, "the model allocated another storage since: load one for each driver"
         for table, token_ids, _ in feeds:
             self.cache.prepare_write(table, table.length + len(token_ids))
-        chunks = tuple(Chunk(table.block_ids, table.length, ids, count) for table, ids, count in feeds)
+        chunks = tuple(
+            Chunk(table.block_ids, table.length, ids, count, encoder_length=table.encoder_length)
+            for table, ids, count in feeds
+        )
         output = self.model.forward(RaggedBatch(chunks))
         for table, token_ids, _ in feeds:
             self.cache.advance(table, table.length + len(token_ids))

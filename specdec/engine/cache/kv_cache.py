@@ -36,8 +36,9 @@ class BlockTable:
 
     Cells [0, length) hold valid tokens, each in the cell of its position; it may grow to `capacity`. Block i has cells
     [i * block_size, (i + 1) * block_size). `digests` are those of its first blocks, matched or cached as a prefix,
-    below `root`, the digest of its salt. `is_decoding`: it has produced logits since it was last empty (set by the
-    scheduler).
+    below `root`, the digest of its salt and encoder's input. The cells [0, encoder_length) of an encoder-decoder model
+    hold what its decoder sees of the input: all of them are valid, or none. `is_decoding`: it has produced logits since
+    it was last empty (set by the scheduler).
     """
 
     capacity: int
@@ -47,6 +48,7 @@ class BlockTable:
     digests: list[bytes] = field(default_factory=list)
     is_decoding: bool = False
     is_released: bool = False
+    encoder_length: int = 0
 
     def __repr__(self) -> str:
         state = "released" if self.is_released else f"{self.length}/{self.capacity} tokens"
@@ -59,7 +61,8 @@ class KVCache:
     Invariants (`check_integrity`):
     1. a block is free, evictable (in the prefix index, without a holder) or held; the zero block is none of these;
     2. a block's holder count equals the number of tables that contain it;
-    3. a table contains at least the blocks of its length and at most those of its capacity, none twice;
+    3. a table contains at least the blocks of its length and at most those of its capacity, none twice; its length does
+       not lie inside its encoder's input;
     4. evictable blocks are in the prefix index, free blocks are not; a table has digests for whole blocks of valid
        tokens only, and an indexed block among them has the table's own digest: no text matches another's blocks.
     """
@@ -112,17 +115,18 @@ class KVCache:
         """Returns the number of blocks for `capacity` positions."""
         return -(-capacity // self.block_size)
 
-    def open(self, capacity: int, salt: str = "") -> BlockTable:
-        """Returns an empty table without blocks that may grow to `capacity`; it matches prefixes of its salt only."""
-        if capacity < 1:
-            raise ValueError(f"capacity is {capacity}; it must be at least 1")
-        table = BlockTable(capacity, root_digest(salt))
+    def open(self, capacity: int, salt: str = "", encoder_input: Sequence[int] = ()) -> BlockTable:
+        """Returns an empty table without blocks that may grow to `capacity`; it matches prefixes of its salt only, and
+        of its `encoder_input`, with which its tokens begin (empty: of a decoder alone)."""
+        if capacity < max(1, len(encoder_input)):
+            raise ValueError(f"capacity is {capacity}; it must be at least {max(1, len(encoder_input))}")
+        table = BlockTable(capacity, root_digest(salt, encoder_input), encoder_length=len(encoder_input))
         self._tables.add(table)
         return table
 
-    def reserve(self, capacity: int) -> BlockTable:
+    def reserve(self, capacity: int, encoder_input: Sequence[int] = ()) -> BlockTable:
         """Returns an empty table with all blocks of its capacity. Raises CacheExhausted and allocates nothing."""
-        table = self.open(capacity)
+        table = self.open(capacity, encoder_input=encoder_input)
         try:
             self.grow(table, capacity)
         except CacheExhausted:
@@ -147,17 +151,23 @@ class KVCache:
         table.block_ids += self._take(max(0, count))
 
     def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> int:
-        """Shares the longest cached prefix of the text `token_ids`; returns the table's new length.
+        """Shares the longest cached prefix of the text `token_ids`; returns the table's new length. A part of an
+        encoder's input is none.
 
         The table must be empty: opened or freed. Matched blocks are in use again; no other block is taken.
         """
         self._check_live(table)
         if table.block_ids or len(token_ids) > table.capacity:
             raise ValueError(f"{table!r} cannot take up {len(token_ids)} tokens")
+        found: list[tuple[int, bytes]] = []
         for digest in chain_digests(table.root, token_ids, self.block_size):
             block_id = self._index.find(digest)
             if block_id is None:
                 break
+            found.append((block_id, digest))
+        if len(found) * self.block_size < table.encoder_length:
+            return 0
+        for block_id, digest in found:
             self._evictable.pop(block_id, None)
             self._holders[block_id] += 1
             table.block_ids.append(block_id)
@@ -182,10 +192,12 @@ class KVCache:
             table.digests.append(digest)
 
     def truncate(self, table: BlockTable, length: int) -> None:
-        """Forgets cached tokens from `length` on. Blocks stay reserved; idempotent."""
+        """Forgets cached tokens from `length` on; all of them, if it lies inside an encoder's input. Blocks stay
+        reserved; idempotent."""
         self._check_live(table)
         if not 0 <= length <= table.length:
             raise ValueError(f"length is {length}; it must be from 0 to the cached length {table.length}")
+        length = 0 if length < table.encoder_length else length
         table.length = length
         del table.digests[length // self.block_size :]
 
@@ -273,6 +285,7 @@ class KVCache:
         for table in self._tables:
             assert len(set(table.block_ids)) == len(table.block_ids), f"invariant 3: {table!r} names a block twice"
             assert 0 <= table.length <= table.capacity, f"invariant 3: {table!r} length"
+            assert not 0 < table.length < table.encoder_length, f"invariant 3: {table!r} has a part of an input"
             lowest, highest = self.blocks_for(table.length), self.blocks_for(table.capacity)
             assert lowest <= len(table.block_ids) <= highest, f"invariant 3: {table!r} block count"
         self._check_cached_prefix()

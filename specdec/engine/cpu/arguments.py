@@ -166,12 +166,13 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """softmax(softcap * tanh(scaling * q k / softcap)), within the last `window` positions, the row's own included; 0:
-    no soft cap, no window."""
+    """softmax(softcap * tanh(scaling * q k / softcap) + bias), within the last `window` positions; 0: no soft cap, no
+    window. `bias` [heads, 2 reach + 1] float32: by the key's distance from the query, the middle column that of 0."""
 
     scaling: float
     softcap: float = 0.0
     window: int = 0
+    bias: Tensor | None = field(default=None, repr=False)
     struct: RuleStruct = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -181,7 +182,13 @@ class ScoreRule:
             refuse("softcap", self.softcap, "0 or more, and finite")
         if not 0 <= self.window < 2**62:
             refuse("window", self.window, "0 or more")
-        object.__setattr__(self, "struct", RuleStruct(self.scaling, self.softcap, self.window))
+        address, reach = None, 0
+        if self.bias is not None:
+            if self.bias.dim() != 2 or not self.bias.numel() or self.bias.shape[1] % 2 == 0:
+                refuse("bias.shape", list(self.bias.shape), "[heads, 2 reach + 1]")
+            check_tensor("bias", self.bias, torch.float32, tuple(self.bias.shape))
+            address, reach = self.bias.data_ptr(), self.bias.shape[1] // 2
+        object.__setattr__(self, "struct", RuleStruct(self.scaling, self.softcap, self.window, address, reach))
 
 
 # Fields of sd_rows that are arrays, and their types.
@@ -214,11 +221,13 @@ class Rows:
     table: numpy.ndarray  # [blocks of all sequences] int32
     block_count: int
     block_size: int
+    first: numpy.ndarray | None = None  # [rows] int32
     struct: RowsStruct = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        arrays: dict[str, numpy.ndarray] = {name: getattr(self, name) for name in ROW_ARRAYS}
-        for name, dtype in ROW_ARRAYS.items():
+        types = ROW_ARRAYS if self.first is None else ROW_ARRAYS | {"first": numpy.int32}
+        arrays: dict[str, numpy.ndarray] = {name: getattr(self, name) for name in types}
+        for name, dtype in types.items():
             array = arrays[name]
             if array.dtype != dtype:
                 refuse(f"{name}.dtype", array.dtype, numpy.dtype(dtype).name)
@@ -226,6 +235,8 @@ class Rows:
                 refuse(f"{name}.shape", f"{array.shape}, strides {array.strides}", "one dimension, contiguous")
         count, sequences = len(self.sequence), len(self.table_start) - 1
         lengths = {"position": count, "slot": count, "base": count, "path_start": count + 1}
+        if self.first is not None:
+            lengths["first"] = count
         for name, length in lengths.items():
             if len(arrays[name]) != length:
                 refuse(f"the length of {name}", len(arrays[name]), str(length))

@@ -15,12 +15,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.attention import AttentionShape, ScoreRule
-from specdec.engine.backend import Compute, StepInput, StepResult, chunk_flags, finite_rows
+from specdec.engine.backend import Compute, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
 from specdec.engine.cpu import kernels as native
+from specdec.engine.cpu.encoder_decoder import KernelStacks, run_stacks
 from specdec.engine.cpu.fallback import PlainOutput, run_rows
 from specdec.engine.cpu.kernels import Kernels, LayerCache, Rows, kernels
 from specdec.engine.cpu.llama import LlamaModel, llama_model
-from specdec.engine.cpu.plan import StepPlan, plan_step
+from specdec.engine.cpu.plan import StackRows, StepPlan, divide_rows, plan_step
 from specdec.engine.cpu.products import KernelProduct, OutputLayer, replace_modules
 from specdec.engine.cpu.storage import CpuStorage
 from specdec.engine.interface import RaggedBatch, StepAbandoned, StepFlag, StepOutput
@@ -103,9 +104,12 @@ class CpuBackend:
         self.product_shapes = [own for own in shapes if own is not None]
         self._shape = shape
         self._rules = {
-            rule: native.ScoreRule(rule.scaling, rule.softcap or 0, rule.window or 0) for rule in shape.rules
+            rule: native.ScoreRule(
+                rule.scaling, rule.softcap or 0, rule.window or 0, None if rule.bias is None else rule.bias.table
+            )
+            for rule in shape.rules
         }
-        if self._kernels:
+        if self._kernels and not shape.has_encoder:
             split = next((module for module in base.modules() if isinstance(module, RankSum)), None)
             self._output = None if split else output
             sizes = shape, self._dtype, self._positions_max, ids_end
@@ -135,8 +139,12 @@ class CpuBackend:
     def run(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
         if self._storage is None:
             raise RuntimeError("forward was called before allocate")
+        check_inputs(batch, self._shape.has_encoder)
         plan = plan_step(batch, self._storage.block_size)
-        result = self._compute(self._storage, plan, batch.should_abandon, compute)
+        if self._shape.has_encoder:
+            result = self._compute_stacks(self._storage, plan, divide_rows(batch, plan.rows), batch, compute)
+        else:
+            result = self._compute(self._storage, plan, batch.should_abandon, compute)
         flags = chunk_flags(batch, result.is_finite.tolist(), batch.row_count)
         return StepOutput(result.logits, flags, result.hidden)
 
@@ -151,6 +159,15 @@ class CpuBackend:
             call = NativeStep(self._call, rows, should_abandon, self._output)
             return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, None, call))
         attention = KernelAttention(self._kernels, self._caches, self._rules, rows, should_abandon)
+        return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, attention))
+
+    def _compute_stacks(
+        self, storage: CpuStorage, plan: StepPlan, stacks: StackRows, batch: RaggedBatch, compute: Compute
+    ) -> StepResult:
+        """Runs a planned step of an encoder-decoder model, module by module."""
+        if self._kernels is None:
+            return run_stacks(plan, stacks, storage, batch.should_abandon, compute)
+        attention = KernelStacks(self._kernels, self._caches, self._rules, stacks, batch.should_abandon)
         return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, attention))
 
     def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -230,7 +230,7 @@ class Kernels:
         self._library.sd_tanh(x.data_ptr(), result.data_ptr(), x.numel(), torch.get_num_threads())
         return result
 
-    def rows(self, *, block_count: int, block_size: int, **arrays: numpy.ndarray) -> Rows:
+    def rows(self, *, block_count: int, block_size: int, **arrays: numpy.ndarray | None) -> Rows:
         """Returns the rows of a step, its `arrays` named as in sd_rows, for caches of these sizes. Raises ValueError if
         an index lies outside them, or outside the rows' own tables."""
         rows = Rows(block_count=block_count, block_size=block_size, **arrays)
@@ -252,6 +252,8 @@ class Kernels:
         heads = queries.shape[1] if queries.dim() == 3 else 0
         if not heads or heads % cache.kv_heads:
             refuse("queries.shape", list(queries.shape), f"[rows, a multiple of {cache.kv_heads} kv heads, head size]")
+        if rule.bias is not None and len(rule.bias) != heads:
+            refuse("bias.shape", list(rule.bias.shape), f"[{heads} heads, 2 reach + 1]")
         queries, stride = _heads_of("queries", queries, cache, rows, heads)
         result = torch.empty(queries.shape, dtype=queries.dtype)
         self._library.sd_attend(

@@ -31,6 +31,7 @@ class RowArrays(NamedTuple):
     path: numpy.ndarray
     table_start: numpy.ndarray
     table: numpy.ndarray
+    first: numpy.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class StepPlan:
     position_ids: torch.Tensor
     logit_rows: torch.Tensor
     rows: RowArrays
+
+    @property
+    def row_count(self) -> int:
+        return self.input_ids.shape[1]
 
 
 def plan_step(batch: RaggedBatch, block_size: int) -> StepPlan:
@@ -80,6 +85,51 @@ def plan_step(batch: RaggedBatch, block_size: int) -> StepPlan:
         torch.from_numpy(position.astype(numpy.int64))[None],
         torch.tensor(logit_rows, dtype=torch.int64),
         RowArrays(sequence, position, slot, base, path_start, path, table_start, table),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StackRows:
+    """The rows of a step of an encoder-decoder model. An encoder's row sees its whole input; a decoder's sees the cells
+    from its input's end on, and in cross attention the input's. `encoder_index`, `decoder_index` [rows] int64: which
+    rows of the step they are."""
+
+    encoder: RowArrays
+    decoder: RowArrays
+    cross: RowArrays
+    encoder_index: torch.Tensor
+    decoder_index: torch.Tensor
+
+
+def divide_rows(batch: RaggedBatch, rows: RowArrays) -> StackRows:
+    """Returns the rows of both stacks of a planned step whose chunks `check_inputs` has passed. Pure."""
+    lengths = numpy.array([chunk.encoder_length for chunk in batch.chunks], dtype=numpy.int32)[rows.sequence]
+    is_input = rows.position < lengths
+
+    def chosen(index: numpy.ndarray, first: numpy.ndarray, base: numpy.ndarray, has_paths: bool) -> RowArrays:
+        path_start = numpy.zeros(len(index) + 1, numpy.int64)
+        if has_paths:
+            (rows.path_start[index + 1] - rows.path_start[index]).cumsum(out=path_start[1:])
+        return RowArrays(
+            rows.sequence[index],
+            rows.position[index],
+            rows.slot[index],
+            base[index],
+            path_start,
+            rows.path if has_paths else NONE,  # rows of an input have no paths
+            rows.table_start,
+            rows.table,
+            first[index],
+        )
+
+    encoder, decoder = is_input.nonzero()[0], (~is_input).nonzero()[0]
+    none = numpy.zeros_like(lengths)
+    return StackRows(
+        chosen(encoder, none, lengths, False),
+        chosen(decoder, lengths, rows.base, True),
+        chosen(decoder, none, lengths, False),
+        torch.from_numpy(encoder),
+        torch.from_numpy(decoder),
     )
 
 

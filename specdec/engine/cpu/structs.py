@@ -68,13 +68,20 @@ class RowsStruct(ctypes.Structure):
         ("sequence_count", c_int64),
         ("table_start", c_void_p),
         ("table", c_void_p),
+        ("first", c_void_p),
     ]
 
 
 class RuleStruct(ctypes.Structure):
     """sd_rule."""
 
-    _fields_ = [("scaling", c_float), ("softcap", c_float), ("window", c_int64)]
+    _fields_ = [
+        ("scaling", c_float),
+        ("softcap", c_float),
+        ("window", c_int64),
+        ("bias", c_void_p),
+        ("bias_reach", c_int64),
+    ]
 
 
 class LayerStruct(ctypes.Structure):

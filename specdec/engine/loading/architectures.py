@@ -17,6 +17,7 @@ from specdec.errors import ModelRefused
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+DERIVED_ACTIVATIONS = {"dense_act_fn"}  # entries that a configuration class writes beside the one it reads
 REFUSED = {
     "quantization_config": "weights that are quantized",
     "add_cross_attention": "cross attention",
@@ -30,7 +31,8 @@ class Architecture:
     """One supported class of `transformers`: its name, its config keys, and its scaling of logits.
 
     Logits are multiplied by the value of `logit_factor_key`, divided by that of `logit_divisor_key` and capped at that
-    of `logit_softcap_key`, where these keys are set.
+    of `logit_softcap_key`, where these keys are set; and divided by the root of the hidden size, if `logit_width_key`
+    is true. The value of `activation_key` may begin with `gated_prefix`.
     """
 
     class_name: str
@@ -41,6 +43,9 @@ class Architecture:
     logit_factor_key: str | None = None
     logit_divisor_key: str | None = None
     logit_softcap_key: str | None = None
+    logit_width_key: str | None = None
+    gated_prefix: str = ""
+    has_encoder: bool = False
 
 
 GELU_TANH = "gelu_pytorch_tanh"
@@ -61,11 +66,19 @@ SUPPORTED = (
     Architecture("Olmo2ForCausalLM"),
     Architecture("CohereForCausalLM", refused_keys=("use_qk_norm",), logit_factor_key="logit_scale"),
     Architecture("GPT2LMHeadModel", "activation_function", "gelu_new"),
+    Architecture(
+        "T5ForConditionalGeneration",
+        "feed_forward_proj",
+        "relu",
+        logit_width_key="scale_decoder_outputs",
+        gated_prefix="gated-",
+        has_encoder=True,
+    ),
 )
 
 
-def check_supported(name: str, config: dict[str, Any]) -> None:
-    """Raises ModelRefused unless the architecture and every feature of the config are supported."""
+def check_supported(name: str, config: dict[str, Any]) -> Architecture:
+    """Returns the architecture. Raises ModelRefused unless it and every feature of the config are supported."""
     architecture = architecture_of(name, config)
     for key, what in REFUSED.items():
         if config.get(key):
@@ -75,15 +88,19 @@ def check_supported(name: str, config: dict[str, Any]) -> None:
             raise ModelRefused(f"{name}: {key} {config[key]!r} is not supported")
     if config.get("is_causal") is False:
         raise ModelRefused(f"{name}: is_causal false is not supported")
+    prefix = architecture.gated_prefix
     _check_value(
         name,
         architecture.activation_key,
         config.get(architecture.activation_key, architecture.activation_default),
-        SUPPORTED_ACTIVATIONS,
+        SUPPORTED_ACTIVATIONS + (tuple(prefix + each for each in SUPPORTED_ACTIVATIONS) if prefix else ()),
     )
+    for key in DERIVED_ACTIVATIONS & config.keys():
+        _check_value(name, key, config[key], SUPPORTED_ACTIVATIONS)
     for layer_type in config.get("layer_types") or ():
         _check_value(name, "layer type", layer_type, SUPPORTED_LAYER_TYPES)
     _check_rope(name, config, architecture.may_rotate_partly)
+    return architecture
 
 
 def architecture_of(name: str, config: dict[str, Any]) -> Architecture:

@@ -22,6 +22,7 @@ NUMBER_MAX = 1e12
 END_TOKENS_MAX = PARAMS_STOP_TOKEN_COUNT_MAX // 2  # as many again may be a request's own
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TABLE_MODEL_TYPE = "specdec_table"  # of the table model (`table_model`), which is no model of `transformers`
+RELATIVE_BUCKETS, RELATIVE_DISTANCE = 32, 128  # the defaults of T5
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling")
 
 
@@ -62,12 +63,17 @@ def positive(names: str, may_be_null: bool = False) -> Field:
 
 SIZES = (
     Field("vocab_size max_position_embeddings n_positions", 2, TOKENS_MAX),
-    Field("num_hidden_layers n_layer", 1, LAYERS_MAX),
+    Field("num_hidden_layers n_layer num_layers", 1, LAYERS_MAX),
+    Field("num_decoder_layers", 1, LAYERS_MAX, may_be_null=True),
     Field("hidden_size n_embd intermediate_size num_attention_heads n_head", 1, WIDTH_MAX),
+    Field("d_model d_kv d_ff num_heads", 1, WIDTH_MAX),
+    Field("relative_attention_num_buckets", 4, WIDTH_MAX),
+    Field("relative_attention_max_distance", 1, TOKENS_MAX),
     Field("num_key_value_heads head_dim n_inner", 1, WIDTH_MAX, may_be_null=True),
     Field("sliding_window", 1, (1 << 31) - 1, may_be_null=True),
     Field("original_max_position_embeddings", 1, TOKENS_MAX, may_be_null=True),
     Field("bos_token_id pad_token_id", -1, TOKENS_MAX, may_be_null=True),
+    Field("decoder_start_token_id forced_bos_token_id", 0, TOKENS_MAX, may_be_null=True),
 )
 NUMBERS = (
     Field("rms_norm_eps layer_norm_eps layer_norm_epsilon", 0, 1, is_integer=False),
@@ -115,6 +121,7 @@ def checked_config(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         ids = end_ids(file, checked["eos_token_id"])
         checked["eos_token_id"] = list(ids) if isinstance(checked["eos_token_id"], list) else next(iter(ids), None)
     _check_heads(file, checked)
+    _check_buckets(file, checked)
     size, pad = checked.get("vocab_size"), checked.get("pad_token_id")
     if size is not None and pad is not None and pad >= size:
         raise refuse(file, "pad_token_id", pad, f"below vocab_size, {size}, or null")
@@ -213,3 +220,12 @@ def _check_heads(file: Path, config: Mapping[str, Any]) -> None:
     if heads and width and config.get("head_dim") is None and width % heads:
         name = "hidden_size" if "hidden_size" in config else "n_embd"
         raise refuse(file, name, width, f"a multiple of the number of attention heads, {heads}")
+
+
+def _check_buckets(file: Path, config: Mapping[str, Any]) -> None:
+    """Checks that relative positions go beyond those with a bucket of their own, half of all in a decoder."""
+    buckets, distance = (config.get(f"relative_attention_{name}") for name in ("num_buckets", "max_distance"))
+    exact = (RELATIVE_BUCKETS if buckets is None else buckets) // 2
+    if (RELATIVE_DISTANCE if distance is None else distance) <= exact:
+        limit = f"above {exact}, half of relative_attention_num_buckets"
+        raise refuse(file, "relative_attention_max_distance", distance, limit)

@@ -49,7 +49,7 @@ def check_weights(name: str, model: transformers.PreTrainedModel, folder: ModelF
     """Returns parameter of an `empty_model` -> name of its tensor in the folder's files. Raises ModelRefused, naming
     the tensor, if one is missing or has another shape or no floating-point type."""
     stored = stored_names(model, folder)
-    tied = tied_name(model)
+    tied = tied_name(model, folder)
     found = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         source = path if path in stored else tied.get(path, path)
@@ -77,10 +77,13 @@ def stored_names(model: transformers.PreTrainedModel, folder: ModelFolder) -> di
     return {rename_source_key(name, renamings, [], prefix, expected)[0]: name for name in folder.tensors}
 
 
-def tied_name(model: transformers.PreTrainedModel) -> Mapping[str, str]:
-    """Returns output weight -> embedding weight, if the config ties them; used if the files lack the output weight."""
-    if not model.config.tie_word_embeddings:
-        return {}
+def tied_name(model: transformers.PreTrainedModel, folder: ModelFolder) -> Mapping[str, str]:
+    """Returns output weight -> embedding weight, if the config ties them; used if the files lack the output weight. Of
+    an encoder-decoder model also the embeddings of both stacks, which are one in any case."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     paths = {module: path for path, module in model.named_modules()}
-    return {f"{paths[output]}.weight": f"{paths[embedding]}.weight"}
+    tied = {f"{paths[output]}.weight": f"{paths[embedding]}.weight"}
+    if folder.has_encoder:  # its class says that it ties, whatever the folder does
+        is_tied = folder.config.get("tie_word_embeddings", True)
+        return {each: name for each, name in model.all_tied_weights_keys.items() if is_tied or each not in tied}
+    return tied if model.config.tie_word_embeddings else {}

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from specdec.engine.loading.architectures import check_supported
 from specdec.engine.loading.chat_model import chat_model
 from specdec.engine.loading.config_check import TABLE_MODEL_TYPE, checked_config, checked_table_config, end_ids
+from specdec.engine.loading.encoder_decoder import beginning_tokens
 from specdec.engine.loading.folder_files import (
     ADAPTER_FILE,
     GENERATION_FILE,
@@ -86,7 +87,7 @@ class EndTokens:
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """A folder that holds config.json, tokenizer.json and safetensors weights, all checked; `config`: as
-    `checked_config` returns it. `tensors`: by the names in the files."""
+    `checked_config` returns it. `tensors`: by the names in the files. `beginning`: see `beginning_tokens`."""
 
     path: Path
     config: dict[str, Any]
@@ -94,6 +95,12 @@ class ModelFolder:
     tensors: Mapping[str, StoredTensor]
     tokenizer: TokenizerFacts
     ends: EndTokens
+    beginning: tuple[int, ...] = ()
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it is an encoder-decoder model: outputs of others have no `beginning`."""
+        return bool(self.beginning)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -163,16 +170,18 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
         if not has_file(path / "tokenizer.json"):
             raise ModelRefused(f"{path_or_hub_id} has no tokenizer.json: save its tokenizer as a fast tokenizer first")
         file = path / "config.json"
-        config = read_json(file)
+        config, has_encoder = read_json(file), False
         if config.get("model_type") == TABLE_MODEL_TYPE:
             config = checked_table_config(file, config)
         else:
             config = checked_config(file, config)
-            check_supported(path_or_hub_id, config)
+            has_encoder = check_supported(path_or_hub_id, config).has_encoder
         tokenizer = tokenizer_facts(path / "tokenizer.json")
         weight_files = _weight_files(path, path_or_hub_id)
         ends = end_tokens_of(path, config, tokenizer.size)
-        folder = ModelFolder(path, config, weight_files, {}, tokenizer, ends)
+        ids_end = min(tokenizer.size, config.get("vocab_size", tokenizer.size))
+        beginning = beginning_tokens(path, config, ids_end) if has_encoder else ()
+        folder = ModelFolder(path, config, weight_files, {}, tokenizer, ends, beginning)
         try:
             return replace(folder, tensors=stored_tensors(weight_files))
         except ModelRefused:

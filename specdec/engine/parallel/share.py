@@ -42,6 +42,11 @@ def check_split(name: str, folder: ModelFolder, rank_count: int, positions_max: 
     fewer positions. Reads no weights."""
     if has_file(folder.path / VOCABULARY_FILE):
         raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
+    if folder.has_encoder:
+        raise ModelRefused(
+            f"{name}: an encoder-decoder model runs in one process, so --tensor-parallel-size must be 1: to split it, "
+            "ranks would have to share the heads of the biases by distance and of three kinds of attention"
+        )
     model = empty_model(name, folder, torch.float32)
     served_positions(name, model.config.max_position_embeddings, positions_max)
     check_weights(name, model, folder)

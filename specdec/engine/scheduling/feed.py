@@ -8,7 +8,8 @@ Decodes and verifications come first, prompts fill the rest of a step. Four guar
 3. Half of the rows of prompts go by age, so that none waits for more than twice the rows of older ones; the other
    half by length, shortest first, so that a short prompt does not wait for long ones.
 4. A step has at most `rows_max` rows. A verification with more rows than prompts leave to it still runs, as the
-   only one of its step: its rows cannot be divided.
+   only one of its step: its rows cannot be divided. Nor can those of an encoder's input: the oldest prompt's runs whole
+   where it is longer than its share, in place of a chunk, and the other prompts have what it leaves.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Feed(Generic[Payload, Answer]):
 
     The first rows are a chain from position `start_position` on, the last len(paths) are nodes of a tree below it (see
     `Chunk`), which run in the step of the logits. The table must have the length `start_position`; a feed whose table
-    has another length when it runs fails. Exactly one of `done` and `failed` is called, on the engine thread; neither
+    has another length when it runs fails. Those in the cells of an encoder's input run whole, in one step, and have no
+    logits. Exactly one of `done` and `failed` is called, on the engine thread; neither
     if `is_current` returns False. `done` gets the sampler output, None without logits.
 
     With `part` it is a prompt all of whose rows have logits, in any number of steps: part(start, end) is the payload of
@@ -76,8 +78,14 @@ class Feed(Generic[Payload, Answer]):
     fed_count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.logit_count <= self.row_count:
-            raise ValueError(f"logit_count is {self.logit_count}; it must be from 0 to {self.row_count}")
+        length, row_count = self.table.encoder_length, self.row_count - self.input_count
+        if self.input_count and (self.start_position or row_count < 0):
+            end = self.start_position + self.row_count
+            raise ValueError(f"rows from {self.start_position} to {end}; the encoder's input, {length} tokens, runs whole")
+        if not 0 <= self.logit_count <= row_count:
+            raise ValueError(f"logit_count is {self.logit_count}; it must be from 0 to {row_count}")
+        if self.part is not None and self.input_count:
+            raise ValueError(f"part is given at position 0; it must be at {length} or above, behind the encoder's input")
 
     @property
     def next_position(self) -> int:
@@ -89,6 +97,12 @@ class Feed(Generic[Payload, Answer]):
         return len(self.token_ids) - self.fed_count
 
     @property
+    def input_count(self) -> int:
+        """Rows of an encoder's input not yet run: all of it, or none."""
+        length = self.table.encoder_length
+        return length if self.next_position < length else 0
+
+    @property
     def context_count(self) -> int:
         """Remaining rows that may run in a step before the last: none of a decode or a verification, most of a prompt,
         which are those without logits, or with `part` all."""
@@ -96,11 +110,15 @@ class Feed(Generic[Payload, Answer]):
 
     def rows_within(self, row_count_max: int, chunk_size: int) -> int:
         """Returns the number of rows of the next step: all remaining ones, or those up to the next multiple of the
-        chunk size.
+        chunk size; an encoder's input, with what follows if that is one chunk at most, or none of it.
 
         At most `row_count_max` rows of a prompt. Rows with logits share one step: the sampler needs a request whole.
         """
         count = self.row_count
+        if needed := self.input_count:
+            if needed > row_count_max:
+                return 0
+            return count if count - needed <= min(chunk_size, row_count_max - needed) else needed
         if not self.context_count or count <= min(chunk_size, row_count_max):
             return count
         to_boundary = chunk_size - self.next_position % chunk_size
@@ -108,13 +126,13 @@ class Feed(Generic[Payload, Answer]):
 
     def chunk(self, count: int | None = None) -> Chunk:
         """Returns the next `count` rows, a number from `rows_within`, or all that are left."""
-        token_ids = self.token_ids[self.fed_count :]
+        token_ids, length = self.token_ids[self.fed_count :], self.table.encoder_length
         if self.part is not None:
             own = token_ids[:count]
-            return Chunk(self.table.block_ids, self.next_position, own, len(own))
+            return Chunk(self.table.block_ids, self.next_position, own, len(own), (), length)
         if count is None or count == len(token_ids):
-            return Chunk(self.table.block_ids, self.next_position, token_ids, self.logit_count, self.paths)
-        return Chunk(self.table.block_ids, self.next_position, token_ids[:count], 0)
+            return Chunk(self.table.block_ids, self.next_position, token_ids, self.logit_count, self.paths, length)
+        return Chunk(self.table.block_ids, self.next_position, token_ids[:count], 0, (), length)
 
     def payload_of(self, chunk: Chunk) -> Payload:
         """Returns the sampler's input for the next rows, which are `chunk`."""
@@ -165,6 +183,9 @@ def divide(
     """Returns the rows of each prompt in a step with `row_count` rows for all: half for the shortest, half for the
     oldest. `prompts`: oldest first."""
     counts = dict.fromkeys(prompts, 0)
+    if prompts and prompts[0].input_count > row_count - row_count // 2:
+        counts[prompts[0]] = prompts[0].rows_within(max(row_count, prompts[0].input_count), chunk_size)
+        row_count = max(0, row_count - counts[prompts[0]])
     shortest_first = sorted(prompts, key=lambda feed: feed.row_count)
     left = 0
     for half, ordered in ((row_count // 2, shortest_first), (row_count - row_count // 2, prompts)):

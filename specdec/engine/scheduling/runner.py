@@ -99,12 +99,15 @@ class StepRunner(Generic[Payload, Answer]):
         return StepReport(outcomes, forward_s, sampling_s, row_count, self._hidden_s)
 
     def warm_up(self) -> None:
-        """Runs one token through the model before the first request. Raises the model's errors."""
-        table = self._cache.reserve(1)
+        """Runs one token through the model, or through its encoder and its decoder, before the first request. Raises
+        the model's errors."""
+        own_input = (0,) if self._model.description.has_encoder else ()
+        table = self._cache.reserve(1 + len(own_input), own_input)
         try:
+            chunk = Chunk(table.block_ids, 0, (*own_input, 0), 1, encoder_length=table.encoder_length)
             with torch.inference_mode():
-                self._model.forward(RaggedBatch((Chunk(table.block_ids, 0, (0,), 1),)))
-            self._cache.scrub(table, 0, 1)
+                self._model.forward(RaggedBatch((chunk,)))
+            self._cache.scrub(table, 0, table.capacity)
         finally:
             self._cache.release(table)
 

@@ -5,7 +5,7 @@
 // when it grows (Dao et al. 2022, FlashAttention). Inside a split the weighted values are running sums by position, and
 // the sum of the weights is kept in 16 lanes, by position modulo 16, added at the end in the tree of rows.h. All of it
 // depends on positions alone: not on the rows beside a row, on the block or slot that holds a key, or on the threads.
-// A key that a row does not see is not multiplied, not even by zero.
+// A key that a row does not see is not multiplied, not even by zero. A bias is added to the scaled and capped score.
 #ifndef SPECDEC_ATTENTION_H
 #define SPECDEC_ATTENTION_H
 
@@ -33,7 +33,7 @@ enum {
 
 // One (row, head): it sees positions [first, base) through the block table, then [base, end) through its path.
 typedef struct {
-    int64_t row, head, first, base, end;
+    int64_t row, head, position, first, base, end;
     const int32_t *path;
     float most;  // the running maximum
 } query;
@@ -156,9 +156,18 @@ INLINE float greatest(const float *s, int64_t count, float most) {
     return most;
 }
 
-// The scores [low, high) become weights; sums so far are rescaled. Beside them, up to whole vectors, weights are zero:
+// Adds a head's biases to the scores [low, high), of which s[i] is at distance i + offset; bias[0]: of distance 0.
+INLINE void add_biases(const float *bias, int64_t reach, float *s, int64_t offset, int64_t low, int64_t high) {
+    const int64_t near = lower(higher(-reach - offset, low), high), far = lower(higher(reach + 1 - offset, near), high);
+    for (int64_t i = low; i < near; i++) s[i] += bias[-reach];
+    for (int64_t i = near; i < far; i++) s[i] += bias[i + offset];
+    for (int64_t i = far; i < high; i++) s[i] += bias[reach];
+}
+
+// The scores [low, high) of a split that begins at `start` become weights; sums so far are rescaled. Beside them, up to whole vectors, weights are zero:
 // they are added to the lanes, which changes no bit, but multiply no value.
-static void weigh(const sd_rule *rule, attention_work *w, int q, int64_t size, int64_t low, int64_t high) {
+static void weigh(const sd_rule *rule, attention_work *w, int q, int64_t size, int64_t start, int64_t low,
+                  int64_t high) {
     const int64_t from = low / LANES * LANES, to = (high + LANES - 1) / LANES * LANES;
     float *s = w->scores[q];
     if (rule->softcap > 0) {
@@ -167,6 +176,11 @@ static void weigh(const sd_rule *rule, attention_work *w, int q, int64_t size, i
     } else {
         const float scale = rule->scaling;
         for (int64_t i = low; i < high; i++) s[i] *= scale;
+    }
+    if (rule->bias != NULL) {
+        const query *own = &w->queries[q];
+        const float *bias = rule->bias + own->head * (2 * rule->bias_reach + 1) + rule->bias_reach;
+        add_biases(bias, rule->bias_reach, s, start - own->position, low, high);
     }
     for (int64_t i = from; i < low; i++) s[i] = -INFINITY;
     for (int64_t i = high; i < to; i++) s[i] = -INFINITY;
@@ -266,7 +280,7 @@ INLINE void attend_split(const attention_place *a, attention_work *w, int count,
             while (q + heads < count && own[heads].row == own->row) heads++;
             score_path(a, w, q, heads, start, higher(from, own->base), to, type);
         }
-        weigh(a->rule, w, q, a->cache->head_size, from - start, to - start);
+        weigh(a->rule, w, q, a->cache->head_size, start, from - start, to - start);
     }
     for (int first = 0; first < count; first += QUERY_TILE) {
         int some = (int)lower(QUERY_TILE, count - first);
@@ -323,11 +337,13 @@ static void attend_tile(const attention_place *a, attention_work *w, int64_t fir
     const sd_rows *rows = a->rows;
     int count = 0;
     for (int64_t row = first; row < end; row++) {
-        int64_t base = rows->base[row], last = rows->position[row] + 1, window = a->rule->window;
+        int64_t base = rows->base[row], position = rows->position[row], window = a->rule->window;
+        int64_t last = rows->first == NULL ? position + 1 : base + rows->path_start[row + 1] - rows->path_start[row];
         int64_t begin = window > 0 && last > window ? last - window : 0;
+        if (rows->first != NULL) begin = higher(begin, rows->first[row]);
         for (int32_t h = head; h < last_head; h++) {
             const int32_t *path = rows->path == NULL ? NULL : rows->path + rows->path_start[row];
-            w->queries[count++] = (query){row, h, begin, base, last, path, 0};
+            w->queries[count++] = (query){row, h, position, begin, base, last, path, 0};
         }
     }
     int32_t type = a->cache->type;

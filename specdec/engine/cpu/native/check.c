@@ -25,7 +25,11 @@ static const char *check_row(const sd_rows *rows, int64_t row, int64_t slot_coun
     if (base < 0 || position < 0) return "a row's base or position is negative";
     int64_t blocks = rows->table_start[sequence + 1] - rows->table_start[sequence];
     if (base > blocks * block_size) return "a row's base lies beyond its sequence's blocks";
-    if (base + (end - first) != position + 1) return "a row's base and path do not end at its position";
+    if (rows->first == NULL) {
+        if (base + (end - first) != position + 1) return "a row's base and path do not end at its position";
+    } else if (rows->first[row] < 0 || rows->first[row] > base || rows->first[row] >= base + (end - first)) {
+        return "a row's first position does not lie before its last";
+    }
     if (!are_below(rows->path, first, end, slot_count)) return "a slot of a path lies outside the cache";
     return NULL;
 }

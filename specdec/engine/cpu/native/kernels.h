@@ -46,7 +46,9 @@ typedef struct {
 // The rows of a step. Row r attends to positions [0, base[r]) through its sequence's block table, then to the slots
 // path[path_start[r]] .. path[path_start[r + 1] - 1], whose positions are base[r], base[r] + 1, ...; the last key is
 // its own, at position[r]. A row of a chain has base = position + 1 and no path; a node of a tree has its ancestors
-// below the base and itself on its path. Rows come after the rows that they see.
+// below the base and itself on its path. Rows come after the rows that they see. With `first` a row attends to [first,
+// base) and its path, at least one position, wherever its own is: rows of an encoder, and those that attend to its
+// input.
 typedef struct {
     int64_t count;
     const int32_t *sequence;     // [count] index of the block table
@@ -58,12 +60,17 @@ typedef struct {
     int64_t sequence_count;
     const int64_t *table_start;  // [sequence_count + 1]
     const int32_t *table;        // [table_start[sequence_count]] block ids
+    const int32_t *first;        // [count] the first position it sees; NULL: 0, and the last is its own
 } sd_rows;
 
-// Rule of a layer's attention: softmax(softcap * tanh(scaling * q k / softcap)) within `window` positions.
+// Rule of a layer's attention: softmax(softcap * tanh(scaling * q k / softcap) + bias) within `window` positions. The
+// bias of a head is that of the key's distance from the query, key position - query position, or of the nearest
+// distance in [-bias_reach, bias_reach].
 typedef struct {
     float scaling, softcap;  // softcap 0: none
-    int64_t window;          // 0: all positions; else the last `window`, the row's own included
+    int64_t window;          // 0: all positions; else the last `window`
+    const float *bias;       // [heads][2 * bias_reach + 1]; NULL: none
+    int64_t bias_reach;
 } sd_rule;
 
 // One decoder layer of the Llama family; the order of operations is that of `transformers`. A norm whose gain is NULL
