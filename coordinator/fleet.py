@@ -135,6 +135,7 @@ class Fleet:
 
     def _on_changed(self, peer: Peer) -> None:
         """A replica became usable, or no longer is: tells the texts that wait for one."""
+        self._judge_drafts()
         is_up = self.targets.on_changed(peer) if isinstance(peer, Target) else self.drafts.on_changed(cast(Draft, peer))
         self._told()
         if not peer.link.is_up and peer.name in self._discoveries:
@@ -144,6 +145,14 @@ class Fleet:
         elif is_up:
             for mover in list(self.movers):
                 mover.on_draft_up(cast(Draft, peer))
+
+    def _judge_drafts(self) -> None:
+        """A draft works for targets of its own kind only. While none is usable the last judgement stands."""
+        kinds = sorted({peer.usable().kind for peer in self.targets.up()})
+        for draft in self.drafts.peers if kinds else ():
+            if draft.description is not None:
+                own = draft.description.kind
+                draft.set_misfit("" if own in kinds else f"the draft is {own}, the target {' or '.join(kinds)}")
 
     def may_retry(self, refusal_count: int) -> bool:
         """Whether a text that `refusal_count` targets refused may ask another one."""
@@ -173,13 +182,14 @@ class Fleet:
         model: Description,
         tokens: Sequence[int] = (),
         length_max: int = 0,
+        encoder_length: int = 0,
     ) -> Choice:
-        """Returns the choice for a request, the `turn`-th, with these `tokens`, among the targets of `model` that hold
-        `length_max` tokens. Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable
+        """Returns the choice for a request, the `turn`-th, with these `tokens`, the first `encoder_length` an encoder's
+        input, among the targets of `model` that hold `length_max` tokens. Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable
         without a target."""
         proposers = self._proposers(request)
         self._check_limits(request)
-        key = self._keys.key(tokens, request.cache_salt, request.prompt_cache_key)
+        key = self._keys.key(tokens, request.cache_salt, request.prompt_cache_key, encoder_length)
         target = self.next_target(model, length_max, key, is_new=True)
         target = target or self.next_target(model, 0, key, is_new=True)  # which says what does not fit
         if target is None:

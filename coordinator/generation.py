@@ -97,8 +97,9 @@ class Generation(Placement):
         """Records the text: prompt and resumed tokens, and these deltas."""
         if deltas:
             session = self._session
-            before = session.committed[: session.params.prompt_length + deltas[0].first_output_index]
-            recorder.add(before, session.params.temperature, deltas)
+            params = session.params
+            before = session.committed[: params.prompt_length + deltas[0].first_output_index]
+            recorder.add(before, params.temperature, deltas, params.encoder_length)
 
     def close(self) -> None:
         """Stops all work for this generation; idempotent."""
@@ -290,8 +291,9 @@ class Generation(Placement):
         statistics = self._request.statistics
         statistics.conclude(session.policy.prediction)
         how = ending.reason, ending.stop_string, ending.stop_token_id
-        usage = session.params.prompt_length, self._output.count
-        finished = Finished(*how, *usage, statistics, self._request.context.trace_id.hex())
+        params, trace_id = session.params, self._request.context.trace_id.hex()
+        usage = params.prompt_length, self._output.count
+        finished = Finished(*how, *usage, statistics, trace_id, params.encoder_length)
         self._request.finished(finished)
         self._fleet.remember(session, self._own_start, self._loop.call_soon)
         self._emit(finished)

@@ -2,7 +2,8 @@
 
 A peer is used once its description is compatible (protocol version, tokenizer); until then, and while the link is down,
 `description` is None and `absent_reason` holds the cause for users; addresses and other details are in the log. A peer
-that announces its stop, or is no longer a member of its pool, gets no new generations; those it serves continue.
+that announces its stop, is no longer a member of its pool, or is a draft of another kind than the targets, gets no new
+generations; those it serves continue.
 Generations attach by session number and are told the events of their session. One whose verification stays unanswered
 for too long is told that its target is lost (`Deadlines`).
 """
@@ -79,6 +80,7 @@ class Peer(ABC):
         self.absent_reason = f"the {self.name} was not reached yet"
         self.is_stopping = False
         self.is_listed = True  # a member of its pool
+        self.misfit = ""  # why it cannot work with those of the other pool
         self.is_primed = False  # its measurements are those of its model
         self._up_s = 0.0
         self.loss_count = 0  # connections that were lost
@@ -106,12 +108,12 @@ class Peer(ABC):
     @property
     def is_up(self) -> bool:
         """Whether the peer is usable for new generations."""
-        return self.description is not None and not self.is_stopping and self.is_listed
+        return self.description is not None and not (self.misfit or self.is_stopping) and self.is_listed
 
     @property
     def state(self) -> str:
         """One of STATES, for people."""
-        if self.description is None:
+        if self.description is None or self.misfit:
             return "down"
         if not self.is_up:
             return "stopping" if self.is_stopping else "unlisted"
@@ -175,6 +177,14 @@ class Peer(ABC):
         if is_listed != self.is_listed:
             self.is_listed = is_listed
             get_logger().info(f"{self.name} {'listed' if is_listed else 'no longer listed'}", peer=self.address)
+            self._changed(self)
+
+    def set_misfit(self, reason: str) -> None:
+        """It cannot work with those of the other pool for this reason, and gets no new generations; empty: it can."""
+        if reason != self.misfit:
+            self.misfit = self.absent_reason = reason
+            if reason:
+                get_logger().error(f"{self.name} not used", peer=self.address, why=reason)
             self._changed(self)
 
     def send(self, item: Any) -> int:
@@ -282,7 +292,7 @@ class Peer(ABC):
     def _on_down(self, reason: str) -> None:
         for task in self._tasks:
             task.cancel()
-        self.description, self.is_stopping, self.is_primed = None, False, False
+        self.description, self.is_stopping, self.is_primed, self.misfit = None, False, False, ""
         self.absent_reason = f"the connection to the {self.name} was lost"
         self.loss_count += reason != CLOSED
         if reason != CLOSED and time.monotonic() - self._up_s < HEALTHY_S:

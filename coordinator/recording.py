@@ -35,8 +35,11 @@ class Recorder:
             self._descriptor, "recorder", WAITING_BYTES_MAX, failed=_report_failure, write=self._write
         )
 
-    def add(self, prompt_ids: Sequence[int], temperature: float, deltas: Sequence[Delta]) -> None:
-        """Appends one text; nothing if the file is full or the disk too slow."""
+    def add(
+        self, prompt_ids: Sequence[int], temperature: float, deltas: Sequence[Delta], encoder_length: int = 0
+    ) -> None:
+        """Appends one text; nothing if the file is full or the disk too slow. `encoder_length`: of `prompt_ids`, those
+        that are an encoder's input."""
         output_ids = [token_id for delta in deltas for token_id in delta.token_ids]
         line = {
             "prompt_ids": list(prompt_ids),
@@ -44,6 +47,8 @@ class Recorder:
             "accepted": "".join(RECORD_SIGNS[kind] for delta in deltas for kind in delta.kinds),
             "temperature": temperature,
         }
+        if encoder_length:
+            line["encoder_length"] = encoder_length
         if not self._writer.put(json.dumps(line, separators=(",", ":")).encode() + b"\n"):
             get_logger().warning("text not recorded", reason="the disk is slow")
 

@@ -31,7 +31,7 @@ from specdec.coordinator.tracing import open_request
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.process_watch import ProcessWatch
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.limits import UINT64_MAX
+from specdec.protocol.limits import UINT64_MAX, check_token_ids
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
@@ -63,7 +63,8 @@ POSITIONS_MAX_ASSUMED = 1 << 18  # of the target, for the message cap: the port 
 
 class Prompted(NamedTuple):
     """A request, the tokens of its prompt, the output of each choice after the resumed tokens and the end that these
-    reached, if any; the tokens that it predicts, and those of its bad words."""
+    reached, if any; the tokens that it predicts, those of its bad words, and how many of its prompt's are an encoder's
+    input: then the others begin the output."""
 
     request: GenerationRequest
     prompt: tuple[int, ...]
@@ -71,6 +72,7 @@ class Prompted(NamedTuple):
     ending: Ending | None
     predicted: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...]
+    encoder_length: int
 
 
 class Coordinator:
@@ -96,7 +98,8 @@ class Coordinator:
         served = self.fleet.served()
         if served is None:
             return {}
-        return dict.fromkeys(("GenerateRequest.text", "Prediction.text"), served.positions_max * BYTES_PER_TOKEN_MAX)
+        names = "GenerateRequest.text", "DecoderPrompt.text", "Prediction.text"
+        return dict.fromkeys(names, served.positions_max * BYTES_PER_TOKEN_MAX)
 
     async def generate(
         self, message: coordinator_pb.GenerateRequest, context: Context
@@ -188,11 +191,13 @@ class Coordinator:
         if not prompt:
             raise InvalidRequest("prompt.text", request.text, "text of at least one token")
         request.check_model(prompt, target)
+        encoder_length = len(prompt) if target.has_encoder else 0
+        prompt = (*prompt, *self._beginning(request, target))
         max_tokens = request.max_tokens(len(prompt), target.positions_max)
         sampling, stop_ids = request.sampling, request.stop_token_ids(target.end_token_ids)
         sure_ends = () if sampling.grammar is None else target.end_token_ids
         ends = sampling.stop, stop_ids, sampling.min_tokens, max_tokens, sure_ends
-        outputs = [OutputProcessor(self._tokenizer.stream(prompt), *ends) for _ in range(sampling.n)]
+        outputs = [OutputProcessor(self._tokenizer.stream(prompt[encoder_length:]), *ends) for _ in range(sampling.n)]
         resumed = outputs[0].append(request.resumed_token_ids)
         if resumed.kept_count < len(request.resumed_token_ids):
             limit = f"at most {resumed.kept_count} tokens: the text ended there"
@@ -204,9 +209,22 @@ class Coordinator:
             if len(predicted) > target.positions_max:
                 limit = f"at most {target.positions_max} tokens, the target's positions"
                 raise InvalidRequest("prediction.text", f"text of {len(predicted)} tokens", limit)
-        ending = Ending(FinishReason.LENGTH) if not max_tokens and len(prompt) == 1 else resumed.ending
+        has_scored = len(prompt) > encoder_length + 1
+        ending = Ending(FinishReason.LENGTH) if not (max_tokens or has_scored) else resumed.ending
         bad_words = bad_word_tokens(sampling, self._tokenizer, target.vocabulary_size)
-        return Prompted(request, prompt, outputs, ending, predicted, bad_words)
+        return Prompted(request, prompt, outputs, ending, predicted, bad_words, encoder_length)
+
+    def _beginning(self, request: GenerationRequest, target: Description) -> tuple[int, ...]:
+        """Returns the tokens that begin the output of an encoder-decoder model, none for a decoder alone. Raises
+        InvalidRequest."""
+        text = request.decoder_text
+        if request.decoder_token_ids is not None or text is None:
+            return request.decoder_token_ids or target.beginning_token_ids
+        tokens = self._tokenizer.encode(text, target.positions_max, "decoder_prompt.text")
+        if not tokens:
+            raise InvalidRequest("decoder_prompt.text", text, "text of at least one token")
+        check_token_ids("decoder_prompt.text", tokens, target.vocabulary_size)
+        return (*target.beginning_token_ids, *tokens)
 
     def _admit(
         self,
@@ -217,13 +235,13 @@ class Coordinator:
     ) -> tuple[Choices, Description]:
         """Returns the generations, not yet begun, and the model of their target, whose numerics may be others than
         those of `model`. Raises SpecdecError."""
-        request, prompt, outputs, ending, _, bad_words = prompted
+        request, prompt, outputs, ending, _, bad_words, encoder_length = prompted
         length_max = len(prompt) + max(1, outputs[0].max_tokens)
         tokens = [*prompt, *request.resumed_token_ids]
         number = next(self._numbers)
-        choice = self.fleet.choose(request, number, model, tokens, length_max)
+        choice = self.fleet.choose(request, number, model, tokens, length_max, encoder_length)
         drawn_seed, ends = secrets.randbits(64), choice.model.end_token_ids
-        params = request.params(choice.rule, len(prompt), drawn_seed, ends, bad_words)
+        params = request.params(choice.rule, len(prompt), drawn_seed, ends, bad_words, encoder_length)
         bind(session=number, **({"label": request.label} if request.label else {}))
         generations: list[Generation] = []
         reader = Reader()
@@ -232,8 +250,8 @@ class Coordinator:
                 number, choice = next(self._numbers), self.fleet.again(choice, request)
             own = replace(params, seed=(params.seed + index) & UINT64_MAX)
             session = self._session(number, own, length_max, choice, prompted, legal_runs[index])
-            reason = choice.rule_reason
-            started = Started(statistics.request_id, own.seed, choice.rule, len(prompt), output.max_tokens, reason)
+            counts, reason = (len(prompt), output.max_tokens), choice.rule_reason
+            started = Started(statistics.request_id, own.seed, choice.rule, *counts, reason, encoder_length)
             statistics.admitted(request, started, choice)
             get_logger().info("generation", request_id=started.request_id, rule=own.rule.name)
             reported = request.speculative.report_rounds, request.speculative.report_statistics
@@ -252,6 +270,7 @@ class Coordinator:
     ) -> Session:
         request, fleet, target = prompted.request, self.fleet, choice.model
         committed = [*prompted.prompt, *request.resumed_token_ids]
+        scored_index = prompted.encoder_length + 1  # the first token, of an output with an encoder, follows nothing
         has_trees, cap = self._settings.draft_siblings_max > 0, choice.policy.draft_length_cap
         local = fleet.local_proposers(choice, request, committed, prompted.predicted)
         if legal_runs is not None and Proposer.GRAMMAR in choice.proposers:
@@ -269,7 +288,7 @@ class Coordinator:
             Calibration(fleet.calibration, SESSION_OUTCOMES),
             Proposer.HEADS in choice.proposers,
             legal_runs,
-            int(request.scores_prompt and len(prompted.prompt) > 1),
+            scored_index if request.scores_prompt and len(prompted.prompt) > scored_index else 0,
         )
 
     async def describe(

@@ -120,7 +120,7 @@ class RequestStatistics:
     def admitted(self, request: GenerationRequest, started: Started, choice: Choice) -> None:
         """The request passed validation, and got this choice; its generation is about to begin."""
         self.statistics.rule, self.statistics.rule_reason = started.rule, started.rule_reason
-        self.statistics.prompt_tokens = started.prompt_length
+        self.statistics.prompt_tokens, self.statistics.encoder_tokens = started.prompt_length, started.encoder_length
         self._metrics.enter(self)
 
     def on_step(self, event: Event, ready: Ready, now_s: float) -> None:

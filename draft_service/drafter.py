@@ -29,7 +29,7 @@ from specdec.protocol.items import Commit, Extend, MissingTokens, Nodes, Open
 from specdec.protocol.limits import UINT32_MAX, check_token_ids
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule
-from specdec.replica.handler import ABANDONED_S, Reply, check_params_tokens
+from specdec.replica.handler import ABANDONED_S, Reply, check_kind, check_params_tokens
 from specdec.replica.masks import posting
 from specdec.telemetry.tracing import Tracing
 
@@ -110,7 +110,11 @@ class Drafter:
     def check(self, item: Open) -> None:
         """Raises CacheExhausted for a prompt beyond the draft's positions or a session beyond its whole cache,
         InvalidRequest for its parameters."""
-        positions_max = self.description.positions_max
+        positions_max, input_max = self.description.positions_max, self.description.encoder_positions_max
+        check_kind(item.params, self.description)
+        if item.params.encoder_length > input_max:
+            has = f"the input has {item.params.encoder_length} tokens"
+            raise CacheExhausted(f"{has}, the draft's encoder {input_max} positions", NEVER)
         if item.params.prompt_length >= positions_max:
             raise CacheExhausted(
                 f"the prompt has {item.params.prompt_length} tokens, the draft {positions_max} positions", NEVER
@@ -154,6 +158,9 @@ class Drafter:
         if item.committed_length > session.opened.length_max:
             limit = f"at most length_max {session.opened.length_max}"
             raise InvalidRequest("committed_length", item.committed_length, limit)
+        if item.committed_length <= session.encoder_length:
+            limit = f"above encoder_length {session.encoder_length}"
+            raise InvalidRequest("committed_length", item.committed_length, limit)
         positions_max = self.description.positions_max
         if item.committed_length >= positions_max < session.opened.length_max:
             raise CacheExhausted(f"the draft's {positions_max} positions are used up")
@@ -171,6 +178,8 @@ class Drafter:
             session.follow(session.tokens[known_length:])
         if growth.root is None:
             session.restart()
+            if session.encoder_length and not session.table.length:
+                self._engine.cache.give_input(session.table, session.tokens[: session.encoder_length])
             if len(session.read_tokens) > min(positions_max, session.table.capacity - TREE_CELLS):
                 raise CacheExhausted(f"the text has {len(session.read_tokens)} tokens of the draft: too many for it")
         if not self._find_cells(session):
@@ -247,7 +256,7 @@ class Drafter:
         row_count_max = self._engine.rows_max
         for session in list(self._growing):
             if session.growth.root is not None and session.unfed_count:
-                if row_count_max > 0:
+                if row_count_max > 0 and (not feeds or session.input_count <= row_count_max):
                     feeds.append(self._feed(session, session.growth.root, row_count_max))
                     row_count_max -= feeds[-1].row_count
             elif nodes := self._take(session):
@@ -280,10 +289,12 @@ class Drafter:
         return session.growth.take(count, reach, is_chain, likelihood_min, wait_reach)
 
     def _feed(self, session: DraftSession, root: GrowingNode, row_count_max: int) -> DraftFeed:
-        """Returns committed tokens not in the cache, at most a chunk beside others; the root is the last."""
+        """Returns committed tokens not in the cache, at most a chunk beside others, and an encoder's input whole; the
+        root is the last."""
         start = session.table.length
         chunk = row_count_max if len(self._growing) == 1 else self._engine.chunk_size
-        token_ids = session.read_tokens[start : start + min(row_count_max, chunk)]
+        count = max(min(row_count_max, chunk), session.input_count)
+        token_ids = session.read_tokens[start : start + count]
         is_last = start + len(token_ids) == len(session.read_tokens)
         return self._feed_of(session, [root] if is_last else [], token_ids)
 

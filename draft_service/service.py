@@ -11,6 +11,7 @@ from specdec.draft_service.drafter import BRANCH_COUNT, TREE_CELLS, Drafter, Dra
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.scheduling.feed import Feed
 from specdec.engine.scheduling.scheduler import Engine
+from specdec.errors import ConfigError
 from specdec.grammar.jobs import MaskThreads
 from specdec.protocol.limits import TOKENS_MAX
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
@@ -42,6 +43,8 @@ def make_drafter(
     relation = description.draft_vocabulary_sentence or "the draft proposes every token of its tokenizer"
     get_logger().info("vocabulary", relation=relation)
     retokenizer = vocabulary.retokenizer if vocabulary else None
+    if retokenizer is not None and description.has_encoder:
+        raise ConfigError(f"{settings.model} has another tokenizer than its target; an encoder-decoder draft must not")
     tokenizer = tokenizer_of(settings.model) if retokenizer is None else lambda: retokenizer.target
     return Drafter(engine, description, tracing, retokenizer, MaskThreads(tokenizer))
 

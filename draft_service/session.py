@@ -75,6 +75,11 @@ class DraftSession(ReplicaSession):
         return len(self.read_tokens) - self.table.length
 
     @property
+    def input_count(self) -> int:
+        """The number of tokens of an encoder's input that are not in the cache: all of them, or none."""
+        return 0 if self.table.length else self.encoder_length
+
+    @property
     def shift(self) -> int:
         """The number of positions that a node below the root has more in the draft than in the target."""
         return len(self.read_tokens) - len(self.tokens)

@@ -30,7 +30,7 @@ from specdec.gateway.keys import Keys
 from specdec.gateway.metrics import OTHER, GatewayMetrics
 from specdec.gateway.page import page_routes
 from specdec.gateway.parameters import COMPLETION_TOKENS_DEFAULT, make_requests, salt_of
-from specdec.gateway.prompt_logprobs import given_prompts
+from specdec.gateway.prompt_logprobs import check_encoder, given_prompts
 from specdec.gateway.prompts import Prompts, check_length
 from specdec.gateway.requests import (
     ChatRequest,
@@ -138,6 +138,8 @@ class Gateway:
             raise HttpError(400, sentence, "invalid_value", "speculative")
         described = self._coordinators.description
         positions_max = described.target.positions_max
+        if described.target.encoder_positions_max:
+            check_encoder(body)
         whole = await given_prompts(body, given, self._prompts, positions_max)
         salt = salt_of(request.scope.get(IDENTITY), body.cache_salt)
         requests = make_requests(body, given, self._prompts, positions_max, salt, self._defaults, grammar)
@@ -168,9 +170,11 @@ class Gateway:
     ) -> HttpError:
         """Returns the error of a text that did not start; of one that is too long with its number of tokens."""
         found = error_from(error, "messages" if isinstance(body, ChatRequest) else "prompt")
-        if found.code != CONTEXT_LENGTH or len(given) > 1 or not isinstance(given[0], str):
+        target = self._coordinators.description.target
+        is_counted = found.code == CONTEXT_LENGTH and not target.encoder_positions_max
+        if not is_counted or len(given) > 1 or not isinstance(given[0], str):
             return found
-        positions_max = self._coordinators.description.target.positions_max
+        positions_max = target.positions_max
         count = len(await self._prompts.encode(given[0], positions_max))
         return too_long(positions_max, count, body.output_count_max or COMPLETION_TOKENS_DEFAULT, "prompt")
 

@@ -89,6 +89,11 @@ TABLE = (
     _honoured("messages", "the prompt, by the model's chat template; `prompt.token_ids`", (CHAT,)),
     _honoured("prompt", "text or token ids, or at most 64 of them: `n` choices each", (COMPLETIONS,)),
     _honoured(
+        "decoder_prompt",
+        "`decoder_prompt`, text or token ids: what begins the output of an encoder-decoder model, whose input the prompt is",
+        (COMPLETIONS,),
+    ),
+    _honoured(
         "max_completion_tokens",
         "`sampling.max_tokens`; chat without: what fits; completions: 16; 0 with log-probabilities of the prompt only",
     ),
@@ -104,8 +109,12 @@ TABLE = (
     _honoured("bad_words", "`sampling.bad_words`"),
     _honoured("allowed_token_ids", "`sampling.allowed_token_ids`"),
     _honoured("logprobs", "`sampling.logprobs`; chat: true or false, completions: 0 to 20"),
-    _honoured("prompt_logprobs", "`sampling.prompt_logprobs`, in vLLM's form; not in a stream"),
-    _honoured("echo", "the prompt before its answer; with `logprobs` they are the prompt's too", (COMPLETIONS,)),
+    _honoured("prompt_logprobs", "`sampling.prompt_logprobs`, in vLLM's form; not in a stream; 400 with an encoder"),
+    _honoured(
+        "echo",
+        "the prompt before its answer; with `logprobs` they are the prompt's too; 400 with an encoder",
+        (COMPLETIONS,),
+    ),
     _honoured("top_logprobs", "`sampling.logprobs`, 0 to 20; needs `logprobs`", (CHAT,)),
     _honoured("return_tokens_as_token_ids", "tokens of log-probabilities are `token_id:ID`"),
     _honoured("return_token_ids", "`prompt_token_ids`, and `token_ids` of each choice"),

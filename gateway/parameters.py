@@ -48,6 +48,7 @@ def make_requests(
     fields = sampling_fields(body, prompts, defaults) | speculative_fields(body.speculative) | {"grammar": grammar}
     prediction = body.prediction.text if body.prediction else ()
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
+    beginning = body.decoder_prompt or () if isinstance(body, CompletionRequest) else ()
     made = []
     for prompt in given:
         most = body.output_count_max
@@ -58,7 +59,7 @@ def make_requests(
                 raise too_long(positions_max, len(prompt), least, param)
             most = left if most is None and isinstance(body, ChatRequest) else most
         most = COMPLETION_TOKENS_DEFAULT if most is None else most
-        made.append(make_request(prompt, (), prediction, "", salt, max_tokens=most, **fields))
+        made.append(make_request(prompt, (), prediction, "", salt, beginning, max_tokens=most, **fields))
     return made
 
 

@@ -41,6 +41,14 @@ def echoes(body: Generation) -> bool:
     return isinstance(body, CompletionRequest) and body.echo
 
 
+def check_encoder(body: Generation) -> None:
+    """Raises HttpError for a body to an encoder-decoder model that asks for more of its prompt than an answer."""
+    for name, is_asked in (("echo", echoes(body)), ("prompt_logprobs", body.prompt_logprobs is not None)):
+        if is_asked:
+            sentence = f"{name}: the model is an encoder-decoder model, whose answer does not follow its prompt"
+            raise HttpError(400, sentence, "invalid_value", name)
+
+
 def count_of(body: Generation) -> int | None:
     """Returns `sampling.prompt_logprobs`: what the field asks for, and what `echo` with `logprobs` does."""
     echoed = body.logprobs if isinstance(body, CompletionRequest) and body.echo else None

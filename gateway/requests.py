@@ -351,6 +351,11 @@ class CompletionRequest(Generation):
 
     endpoint = COMPLETIONS
     prompt: Prompt
+    decoder_prompt: (
+        Annotated[Text, Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
+        | None
+    ) = None
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     echo: bool = False
     best_of: Annotated[int, Field(ge=N_MIN, le=N_MAX)] | None = None

@@ -22,7 +22,7 @@ from specdec.protocol.items import Extend, MissingTokens, Open, PromptPart, Veri
 from specdec.protocol.limits import UINT32_MAX, check_token_ids
 from specdec.protocol.rejection import conclude
 from specdec.protocol.types import Description, PromptLogprobs, SamplerOutput
-from specdec.replica.handler import Reply, check_params_tokens
+from specdec.replica.handler import Reply, check_kind, check_params_tokens
 from specdec.replica.masks import posting
 from specdec.step_curve import StepCurve
 from specdec.target_service.admission import TURNAROUND_S, Admission
@@ -79,6 +79,10 @@ class Verifier:
     def check(self, item: Open) -> None:
         """Raises InvalidRequest for a session that this target cannot serve, as far as known before its tokens."""
         size, positions_max = self.description.vocabulary_size, self.description.positions_max
+        check_kind(item.params, self.description)
+        if item.params.encoder_length > self.description.encoder_positions_max:
+            limit = f"at most {self.description.encoder_positions_max}, the positions of the encoder"
+            raise InvalidRequest("params.encoder_length", item.params.encoder_length, limit)
         check_params_tokens(item.params, size)
         if item.vocabulary_size != size:
             raise InvalidRequest("vocabulary_size", item.vocabulary_size, f"the target's own, {size}")
@@ -125,6 +129,8 @@ class Verifier:
         cache = self._engine.cache
         session.follow(cache)
         cache.truncate(session.table, min(session.agreement(), session.reused_max))
+        if session.encoder_length and not session.table.length:
+            cache.give_input(session.table, session.tokens[: session.encoder_length])
         committed = TokenPath(session.tokens, item.base_position, counts=session.counts)
         params, tree = session.opened.params, (item.draft_token_ids, item.draft_probs, item.parents)
         asked = params, item.round_index, committed, *tree, item.wants_heads
@@ -206,6 +212,10 @@ class Verifier:
         check_token_ids("draft_token_ids", item.draft_token_ids, self.description.vocabulary_size)
         item.check_rows(session.opened.params.rule, self.description.vocabulary_size)
         params, start = session.opened.params, item.prompt_logprobs_start
+        if item.base_position <= params.encoder_length:
+            raise InvalidRequest("base_position", item.base_position, f"above encoder_length {params.encoder_length}")
+        if 0 < start <= params.encoder_length:
+            raise InvalidRequest("prompt_logprobs_start", start, f"above encoder_length {params.encoder_length}, or 0")
         end = 0 if params.prompt_logprobs is None else min(params.prompt_length, item.base_position)
         if start >= max(end, 1):
             raise InvalidRequest("prompt_logprobs_start", start, f"below {end}, the prompt tokens to score, or 0")

@@ -83,8 +83,20 @@ else:
 class GenerateSettings(WireSettings):
     """One generation, and its output format; sampling parameters and speculation have the flags of their fields."""
 
-    prompt: str | None = option(PROMPT, "The text to continue; - reads it from standard input.", positional=True)
-    prompt_ids: TokenIds = option(PROMPT, "Token ids to continue instead of a text.", (), "ID,ID,…")
+    prompt: str | None = option(
+        PROMPT,
+        "The text to continue, or an encoder-decoder model's input; - reads it from standard input.",
+        positional=True,
+    )
+    prompt_ids: TokenIds = option(PROMPT, "Token ids instead of a text.", (), "ID,ID,…")
+    decoder_prompt: str | None = option(
+        PROMPT,
+        "Text with which an encoder-decoder model's output begins, after the model's own beginning.",
+        metavar="TEXT",
+    )
+    decoder_prompt_ids: TokenIds = option(
+        PROMPT, "Token ids in place of an encoder-decoder model's own beginning.", (), "ID,ID,…"
+    )
     resume_ids: TokenIds = option(
         PROMPT, "Output token ids of an interrupted stream; give its --seed too.", (), "ID,ID,…"
     )
@@ -145,6 +157,8 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> Request:
     given["report_rounds"] = settings.rounds or None
     given["proposers"] = [name for name in (given["proposers"] or "").split(",") if name]
     given["grammar"] = grammar_of(settings)
+    if settings.decoder_prompt is not None and settings.decoder_prompt_ids:
+        raise ConfigError("--decoder-prompt and --decoder-prompt-ids exclude each other: give one of the two")
     predicted: str | tuple[int, ...] = ()
     if settings.prediction is not None:
         try:
@@ -157,5 +171,6 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> Request:
         predicted,
         settings.label,
         settings.cache_salt,
+        settings.decoder_prompt_ids if settings.decoder_prompt is None else settings.decoder_prompt,
         **given,
     )

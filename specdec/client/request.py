@@ -38,10 +38,11 @@ def make_request(
     prediction: str | Sequence[int] = (),
     label: str = "",
     cache_salt: str = "",
+    decoder_prompt: str | Sequence[int] = (),
     **fields: Any,
 ) -> Request:
-    """Returns the message. `prompt` and `prediction` are texts or token ids, `resumed` output token ids of an earlier
-    stream. `fields` are those of SamplingParams and SpeculativePolicy; None leaves one absent. `logit_bias` is pairs or
+    """Returns the message. `prompt`, `prediction` and `decoder_prompt` are texts or token ids, the last two absent
+    without any; `resumed` output token ids of an earlier stream. `fields` are those of SamplingParams and SpeculativePolicy; None leaves one absent. `logit_bias` is pairs or
     a mapping; rule, policy and proposers are words such as "greedy", or names of the wire; `grammar` is a mapping with
     the names of the message Grammar, a schema as text or as its value, `choice` a list of texts. Raises ConfigError for
     a value that does not fit."""
@@ -68,10 +69,11 @@ def make_request(
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt)
-        if isinstance(prediction, str):
-            request.prediction.text = prediction
-        elif prediction:
-            request.prediction.token_ids.ids.extend(prediction)
+        for own, given in ((request.prediction, prediction), (request.decoder_prompt, decoder_prompt)):
+            if isinstance(given, str):
+                own.text = given
+            elif given:
+                own.token_ids.ids.extend(given)
         if resumed:
             request.resume.output_token_ids.extend(resumed)
     except (UnicodeEncodeError, ValueError) as error:

@@ -27,7 +27,7 @@ class Counted(NamedTuple):
 
 class TokenCounts:
     """How often each token occurs in the output of a sequence, and in prompt and output if `params` penalise
-    repetition: otherwise the prompt is not read.
+    repetition: otherwise the prompt is not read. An encoder's input is never counted.
 
     The counts stand by token id where logits are edited, and a move changes those of the tokens that it passes, so a
     step builds no list of the context. 8 bytes for each id up to the highest that occurred.
@@ -36,7 +36,8 @@ class TokenCounts:
     __slots__ = ("length", "_first", "_prompt_length", "_times", "_moved", "_far")
 
     def __init__(self, params: ResolvedSamplingParams) -> None:
-        self._first = self.length = params.prompt_length if params.repetition_penalty == 1 else 0
+        is_output = params.repetition_penalty == 1
+        self._first = self.length = params.prompt_length if is_output else params.encoder_length
         self._prompt_length = params.prompt_length
         self._times = numpy.zeros((2, 0), numpy.int32)  # by token id: in the output, in all
         self._moved: list[numpy.ndarray] = []  # tokens whose counts changed since the copy on a device was made

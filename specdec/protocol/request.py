@@ -211,6 +211,4 @@ class GenerationRequest:
         ends = () if sampling.grammar is None else tuple(sorted(end_token_ids))
         stops = self.stop_token_ids(end_token_ids)
         tokens: dict[str, Any] = {"stop_token_ids": stops, "end_token_ids": ends, "bad_words": bad_words}
-        return ResolvedSamplingParams(
-            rule, seed, prompt_length, encoder_length=encoder_length, **tokens, **common
-        )
+        return ResolvedSamplingParams(rule, seed, prompt_length, encoder_length=encoder_length, **tokens, **common)

@@ -54,12 +54,15 @@ class Keys:
         self._seen: dict[bytes, bytes] = {}  # a digest and the first that followed it, the least lately used first
         self._branches: dict[bytes, bytes] = {}  # those that two followed; the value is of no use
 
-    def key(self, token_ids: Sequence[int], salt: str, name: str = "") -> bytes:
+    def key(self, token_ids: Sequence[int], salt: str, name: str = "", encoder_length: int = 0) -> bytes:
         """Returns the key of a prompt, and remembers its first blocks. `name`, if not empty, takes their place: equal
-        names, with equal salts, have equal keys. b"": less than one block, no key."""
+        names, with equal salts, have equal keys. An encoder's input, the first `encoder_length` tokens, is the key as
+        a whole: a cache has all of it or none. b"": less than one block, no key."""
         root = root_digest(salt)
         if name:
             return hashlib.sha256(root + name.encode("utf-8")).digest()
+        if encoder_length:
+            return root_digest(salt, token_ids[:encoder_length]) if encoder_length >= BLOCK_SIZE else b""
         key, parent, new_count = b"", root, 0
         for digest in islice(chain_digests(root, token_ids, BLOCK_SIZE), DIGESTED_BLOCKS_MAX):
             if parent is root or _use(self._branches, parent):

@@ -113,7 +113,9 @@ class ResolvedSamplingParams(CommonSamplingParams):
         check_integer("seed", self.seed, 0, SEED_MAX)
         check_integer("prompt_length", self.prompt_length, 1, TOKENS_MAX)
         if not 0 <= self.encoder_length < self.prompt_length:
-            limit = f"at least 0 and below prompt_length {self.prompt_length}: a token after the input begins the output"
+            limit = (
+                f"at least 0 and below prompt_length {self.prompt_length}: a token after the input begins the output"
+            )
             raise InvalidRequest("encoder_length", self.encoder_length, limit)
         is_greedy = self.rule is Rule.GREEDY
         if is_greedy != (self.temperature == 0):

@@ -59,6 +59,11 @@ class ReplicaSession:
         """(session, incarnation), as every item names it."""
         return self.opened.session, self.opened.incarnation
 
+    @property
+    def encoder_length(self) -> int:
+        """The number of its tokens, the first ones, that are an encoder's input; 0 for a decoder alone."""
+        return self.opened.params.encoder_length
+
     def hold(self, start_position: int, token_ids: Sequence[int]) -> MissingTokens | None:
         """Stores committed tokens from `start_position` on; returns MissingTokens if tokens before it are missing.
 
@@ -289,6 +294,13 @@ class ItemHandler:
 def log_names(opened: Open) -> dict[str, object]:
     """Returns the log fields of a session."""
     return {"trace_id": opened.trace.trace_id.hex(), "session": opened.session}
+
+
+def check_kind(params: ResolvedSamplingParams, description: Description) -> None:
+    """Raises InvalidRequest for an encoder's input to a decoder alone, and for none to an encoder-decoder model."""
+    if (params.encoder_length > 0) != description.has_encoder:
+        limit = f"{'at least 1' if description.has_encoder else 0}: {description.model_name} is {description.kind}"
+        raise InvalidRequest("params.encoder_length", params.encoder_length, limit)
 
 
 def check_params_tokens(params: ResolvedSamplingParams, vocabulary_size: int) -> None:

@@ -54,6 +54,8 @@ def describe(model: CausalModel, settings: ModelSettings, extra_positions: int =
         draft_vocabulary=kind,
         draft_vocabulary_share=vocabulary.share(tokenizer, sample_text()) if vocabulary else 1.0,
         cache=choose_cache_size(model, own.positions_max + extra_positions, settings),
+        encoder_positions_max=own.encoder_positions_max,
+        beginning_token_ids=own.beginning_token_ids,
     )
 
 
@@ -94,8 +96,9 @@ def measure_step_times(
     Measured once, so that estimates exist before the first request.
     """
     context_length = min(CONTEXT_LENGTH, positions_max // 2)
+    input_length = min(max(1, context_length // 2), engine.model.description.encoder_positions_max)
     try:
-        table = engine.cache.reserve(context_length + ROW_COUNTS[-1])
+        table = engine.cache.reserve(context_length + ROW_COUNTS[-1], [0] * input_length)
     except CacheExhausted:
         return ()
     began_s = time.perf_counter()
@@ -122,6 +125,7 @@ def measure_hidden_times(
     """Returns (sessions, seconds) of the reading of hidden states in steps of as many sessions, ascending; none if
     nothing reads them. Engine thread only."""
     began_s = time.perf_counter()
+    input_length = int(engine.model.description.has_encoder)
     found: list[tuple[int, float]] = []
     for session_count in SESSION_COUNTS:
         times_s: list[float] = []
@@ -129,8 +133,10 @@ def measure_hidden_times(
             tables: list[BlockTable] = []
             try:
                 while len(tables) < session_count:
-                    tables.append(engine.cache.reserve(1))
-                times_s.append(engine.run([sample(table, 0, 1) for table in tables]).hidden_s)
+                    tables.append(engine.cache.reserve(input_length + 1, [0] * input_length))
+                if input_length:
+                    engine.run([sample(table, input_length, 0) for table in tables])
+                times_s.append(engine.run([sample(table, input_length, 1) for table in tables]).hidden_s)
             except CacheExhausted:
                 return tuple(found)
             finally:

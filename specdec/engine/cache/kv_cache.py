@@ -49,6 +49,7 @@ class BlockTable:
     is_decoding: bool = False
     is_released: bool = False
     encoder_length: int = 0
+    salt: str = ""
 
     def __repr__(self) -> str:
         state = "released" if self.is_released else f"{self.length}/{self.capacity} tokens"
@@ -120,9 +121,16 @@ class KVCache:
         of its `encoder_input`, with which its tokens begin (empty: of a decoder alone)."""
         if capacity < max(1, len(encoder_input)):
             raise ValueError(f"capacity is {capacity}; it must be at least {max(1, len(encoder_input))}")
-        table = BlockTable(capacity, root_digest(salt, encoder_input), encoder_length=len(encoder_input))
+        table = BlockTable(capacity, root_digest(salt), salt=salt)
         self._tables.add(table)
+        self.give_input(table, encoder_input)
         return table
+
+    def give_input(self, table: BlockTable, encoder_input: Sequence[int]) -> None:
+        """The tokens of an empty table begin with this encoder's input from now on."""
+        if table.length:
+            raise ValueError(f"{table!r} is given an input; it must be empty")
+        table.root, table.encoder_length = root_digest(table.salt, encoder_input), len(encoder_input)
 
     def reserve(self, capacity: int, encoder_input: Sequence[int] = ()) -> BlockTable:
         """Returns an empty table with all blocks of its capacity. Raises CacheExhausted and allocates nothing."""
