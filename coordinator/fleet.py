@@ -185,8 +185,8 @@ class Fleet:
         encoder_length: int = 0,
     ) -> Choice:
         """Returns the choice for a request, the `turn`-th, with these `tokens`, the first `encoder_length` an encoder's
-        input, among the targets of `model` that hold `length_max` tokens. Raises InvalidRequest for what the server does not have or allow, ReplicaUnavailable
-        without a target."""
+        input, among the targets of `model` that hold `length_max` tokens. Raises InvalidRequest for what the server
+        does not have or allow, ReplicaUnavailable without a target."""
         proposers = self._proposers(request)
         self._check_limits(request)
         key = self._keys.key(tokens, request.cache_salt, request.prompt_cache_key, encoder_length)

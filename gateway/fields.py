@@ -90,7 +90,7 @@ TABLE = (
     _honoured("prompt", "text or token ids, or at most 64 of them: `n` choices each", (COMPLETIONS,)),
     _honoured(
         "decoder_prompt",
-        "`decoder_prompt`, text or token ids: what begins the output of an encoder-decoder model, whose input the prompt is",
+        "`decoder_prompt`, text or token ids: begins the output of an encoder-decoder model, whose input the prompt is",
         (COMPLETIONS,),
     ),
     _honoured(

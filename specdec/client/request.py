@@ -42,10 +42,10 @@ def make_request(
     **fields: Any,
 ) -> Request:
     """Returns the message. `prompt`, `prediction` and `decoder_prompt` are texts or token ids, the last two absent
-    without any; `resumed` output token ids of an earlier stream. `fields` are those of SamplingParams and SpeculativePolicy; None leaves one absent. `logit_bias` is pairs or
-    a mapping; rule, policy and proposers are words such as "greedy", or names of the wire; `grammar` is a mapping with
-    the names of the message Grammar, a schema as text or as its value, `choice` a list of texts. Raises ConfigError for
-    a value that does not fit."""
+    without any; `resumed` output token ids of an earlier stream. `fields` are those of SamplingParams and
+    SpeculativePolicy; None leaves one absent. `logit_bias` is pairs or a mapping; rule, policy and proposers are words
+    such as "greedy", or names of the wire; `grammar` is a mapping with the names of the message Grammar, a schema as
+    text or as its value, `choice` a list of texts. Raises ConfigError for a value that does not fit."""
     biases = fields.pop("logit_bias", None) or ()
     pairs = biases.items() if isinstance(biases, Mapping) else biases
     if fields.get("grammar") is not None:
