@@ -94,11 +94,13 @@ class Client:
         resume: Sequence[int] | None = None,
         cache_salt: str = "",
         prediction: str | Sequence[int] = (),
+        decoder_prompt: str | Sequence[int] = (),
         **sampling: Any,
     ) -> pb.GenerateRequest:
         """The message; `sampling` by the names of SamplingParams."""
         fields = {**sampling, **(speculative or {})}
-        return make_request(prompt, resume or (), prediction, cache_salt=cache_salt, **fields)
+        own = {"cache_salt": cache_salt, "decoder_prompt": decoder_prompt}
+        return make_request(prompt, resume or (), prediction, **own, **fields)
 
     def generate(self, prompt: str | Sequence[int], timeout_s: float = 120.0, **asked: Any) -> Outcome:
         """Runs one generation to its end. Raises grpc.RpcError."""
