@@ -11,6 +11,7 @@ import pytest
 from specdec.engine.loading.model import load_model
 from specdec.engine.table_model import write_table_model
 from specdec.folders import EMBEDDED_MODELS
+from tests.support.encoder_decoder_models import KINDS, make_encoder_decoder
 from tests.support.engine_bench import VOCABULARY_SIZE, Bench
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, without_kernels
 from tests.support.threads import one_thread  # noqa: F401
@@ -29,12 +30,14 @@ TINY: dict[str, tuple[str, dict]] = {name: (name, {}) for name in ARCHITECTURES}
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A model folder by name: a tiny one of TINY, or "target" and "draft", the shipped pair."""
+    """A model folder by name: a tiny one of TINY, or of KINDS, or "target" and "draft", the shipped pair."""
     made: dict[str, Path] = {}
 
     def find(name: str) -> Path:
-        if name not in TINY:
+        if name not in TINY and name not in KINDS:
             return SHIPPED / name
+        if name not in made and name in KINDS:
+            made[name] = make_encoder_decoder(tmp_path_factory.mktemp(name), name)
         if name not in made:
             architecture, overrides = TINY[name]
             made[name] = make_tiny_model(tmp_path_factory.mktemp(name), architecture, **overrides)

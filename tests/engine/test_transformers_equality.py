@@ -48,7 +48,10 @@ def test_every_supported_architecture_is_tested() -> None:
 
     Source: "more architectures, proven like the first three". Conclusive: both sides as sets of class names.
     """
-    assert {architecture.class_name for architecture in SUPPORTED} == {kind for kind, _ in ARCHITECTURES.values()}
+    pairs = {architecture.class_name for architecture in SUPPORTED if architecture.has_encoder}
+    assert pairs == {"T5ForConditionalGeneration"}  # test_encoder_decoder.py
+    alone = {architecture.class_name for architecture in SUPPORTED if not architecture.has_encoder}
+    assert alone == {kind for kind, _ in ARCHITECTURES.values()}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -127,6 +127,14 @@ WRONG: dict[str, tuple[Callable[[Kernels, PackedWeight], object], str]] = {
     "an infinite scaling": (lambda k, w: ScoreRule(float("inf")), "scaling is inf"),
     "a negative soft cap": (lambda k, w: ScoreRule(1.0, softcap=-1.0), "softcap is -1.0"),
     "a negative window": (lambda k, w: ScoreRule(1.0, window=-1), "window is -1; it must be 0 or more"),
+    "a bias of an even width": (lambda k, w: ScoreRule(1.0, bias=torch.zeros(2, 4)), r"bias.shape is \[2, 4\]; it must"),
+    "a bias without heads": (lambda k, w: ScoreRule(1.0, bias=torch.zeros(5)), r"bias.shape is \[5\]; it must be"),
+    "a bias of float16": (lambda k, w: ScoreRule(1.0, bias=HALF), "bias.dtype is torch.float16; it must be"),
+    "a bias with gaps of heads": (lambda k, w: ScoreRule(1.0, bias=torch.zeros(5, 3).T), "bias.stride"),
+    "a bias of other heads": (
+        lambda k, w: k.attend(some_cache(), some_rows(), ScoreRule(1.0, bias=torch.zeros(3, 5)), HEADS),
+        r"bias.shape is \[3, 5\]; it must be \[2 heads, 2 reach \+ 1\]",
+    ),
     "keys of one row too many": (
         lambda k, w: k.write(some_cache(), some_rows(), torch.zeros(3, 2, 4), HEADS),
         r"keys.shape is \[3, 2, 4\]; it must be \[2, 2, 4\] \[rows, heads, head size\]",
@@ -181,6 +189,8 @@ WRONG_ROWS: dict[str, tuple[dict[str, numpy.ndarray], str]] = {
     "a path without its end": ({"path": numpy.zeros(1, numpy.int32)}, "last of path_start is 0; it must be 1"),
     "a table without its end": ({"table": numpy.zeros(1, numpy.int32)}, "last of table_start is 2; it must be 1"),
     "no table": ({"table_start": numpy.zeros(0, numpy.int64)}, "length of table_start is 0; it must be 1 or more"),
+    "first positions of int64": ({"first": numpy.zeros(2, numpy.int64)}, "first.dtype is int64; it must be int32"),
+    "a first position too few": ({"first": numpy.zeros(1, numpy.int32)}, "length of first is 1; it must be 2"),
 }
 
 
@@ -205,6 +215,11 @@ OUTSIDE = {
     "a row that does not see itself": {"base": [1, 1]},
     "starts that fall": {"path_start": [0, 1, 0]},
     "a path beyond the cache": {"path": [24], "path_start": [0, 0, 1], "base": [1, 1]},
+    "a negative first position": {"first": [-1, 0]},
+    "a first position behind its row's last": {"first": [0, 2]},
+    "a first position on a path": {"first": [0, 2], "path": [17], "path_start": [0, 0, 1], "base": [1, 1]},
+    "nothing to see": {"first": [0, 0], "base": [1, 0]},
+    "a base beyond the table with a first position": {"first": [0, 0], "base": [1, 17]},
 }
 
 
@@ -213,7 +228,8 @@ def test_an_index_out_of_range_is_refused(what: str, kernels: Kernels) -> None:
     """Claim: rows with any index outside of the cache or of their own tables are refused before anything is computed;
     the same rows with indices inside are not."""
     assert kernels.rows(**row_arrays(), block_count=3, block_size=8).count == 2
-    changes = {name: numpy.array(values, ROW_ARRAYS[name]) for name, values in OUTSIDE[what].items()}
+    types = ROW_ARRAYS | {"first": numpy.int32}
+    changes = {name: numpy.array(values, types[name]) for name, values in OUTSIDE[what].items()}
     with pytest.raises(ValueError, match="rows for 3 blocks of 8 positions: "):
         kernels.rows(**row_arrays(**changes), block_count=3, block_size=8)
 
