@@ -208,12 +208,16 @@ def test_the_same_input_is_reused_and_no_other(case: Case) -> None:
         assert cache.match_prefix(other, [*own_input, *tokens[len(own_input) :]]) == 0
         cache.release(other)
     part = cache.open(len(tokens), "a", case.input)
-    assert cache.match_prefix(part, tokens[:behind_input - 1]) == 0 and not part.block_ids
+    assert cache.match_prefix(part, tokens[: INPUT_LENGTH - 1]) == 0 and not part.block_ids
     assert cache.match_prefix(part, tokens) == whole
     cache.truncate(part, INPUT_LENGTH - 1)
     assert part.length == 0 and part.digests == []
     for table in (part, first):
         cache.release(table)
+    other_output = cache.open(len(tokens), "a", case.input)
+    assert cache.match_prefix(other_output, [*case.input, START, 1, 2]) == INPUT_LENGTH, "no block of the output"
+    case.check(rows_behind(case, other_output, INPUT_LENGTH), 0)
+    cache.release(other_output)
     cache.check_integrity()
 
 

@@ -67,7 +67,11 @@ def test_every_row_sees_its_own_stack_and_its_input(case: tuple[RaggedBatch, lis
 
 
 WRONG_CHUNKS: list[tuple[Chunk, bool, str]] = [
-    (Chunk([1], 0, [1, 2], 1, (), 2), True, "rows from 0 to 1 with 1 logits; the encoder's input, 2 tokens, runs whole"),
+    (
+        Chunk([1], 0, [1, 2], 1, (), 2),
+        True,
+        "rows from 0 to 1 with 1 logits; the encoder's input, 2 tokens, runs whole",
+    ),
     (Chunk([1], 0, [1, 2], 0, (), 3), True, "rows from 0 to 1 with 0 logits; the encoder's input, 3 tokens"),
     (Chunk([1], 2, [1, 2], 1, (), 3), True, "rows from 2 to 3 with 1 logits"),
     (Chunk([1], 0, [1, 2, 3], 1, ((2,), (3,)), 2), True, "rows from 0 to 0 with 1 logits"),

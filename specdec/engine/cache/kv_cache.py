@@ -2,8 +2,9 @@
 
 A sequence is opened empty and takes blocks before it writes; one that knows its length may reserve all at once.
 Rollback is `truncate`: a length. Blocks of committed tokens can be cached as a prefix: a sequence that begins with the
-same tokens shares them, and copies a shared block before it writes to it. Blocks without a holder are evictable: the
-least recently used one is taken when no block is free. The module moves block ids; the model's storage holds the
+same tokens shares them, and copies a shared block before it writes to it. The end of an encoder's input that does not
+fill its block is copied from a sequence with the same input. Blocks without a holder are evictable: the least recently
+used one is taken when no block is free. The module moves block ids; the model's storage holds the
 values. Not thread-safe: the engine thread owns it.
 """
 
@@ -60,12 +61,13 @@ class KVCache:
     """Allocator of fixed-size blocks over a model's storage.
 
     Invariants (`check_integrity`):
-    1. a block is free, evictable (in the prefix index, without a holder) or held; the zero block is none of these;
+    1. a block is free, evictable (in an index, without a holder) or held; the zero block is none of these;
     2. a block's holder count equals the number of tables that contain it;
     3. a table contains at least the blocks of its length and at most those of its capacity, none twice; its length does
        not lie inside its encoder's input;
-    4. evictable blocks are in the prefix index, free blocks are not; a table has digests for whole blocks of valid
-       tokens only, and an indexed block among them has the table's own digest: no text matches another's blocks.
+    4. evictable blocks are in an index, free blocks are not; a table has digests for whole blocks of valid tokens
+       only, and an indexed block among them has the table's own digest: no text matches another's blocks. A block
+       with the end of an input that a table holds has the table's root, or no name.
     """
 
     def __init__(self, block_count: int, block_size: int, storage: Storage):
@@ -80,6 +82,7 @@ class KVCache:
         self._free = list(range(block_count - 1, ZERO_BLOCK, -1))  # popped from the end: lowest ids first
         self._evictable: dict[int, None] = {}  # indexed blocks without a holder, least recently used first
         self._index = PrefixIndex()
+        self._ends = PrefixIndex()  # by the root: the block with the end of its input, and with whatever follows it
         self._holders = [0] * block_count
         self._tables: set[BlockTable] = set()
 
@@ -160,7 +163,7 @@ class KVCache:
 
     def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> int:
         """Shares the longest cached prefix of the text `token_ids`; returns the table's new length. A part of an
-        encoder's input is none.
+        encoder's input is none; for its end, which more follows in its block, a block is taken, and the end copied.
 
         The table must be empty: opened or freed. Matched blocks are in use again; no other block is taken.
         """
@@ -173,7 +176,9 @@ class KVCache:
             if block_id is None:
                 break
             found.append((block_id, digest))
-        if len(found) * self.block_size < table.encoder_length:
+        lacking = table.encoder_length - len(found) * self.block_size
+        end = self._ends.find(table.root) if len(token_ids) >= table.encoder_length else None
+        if lacking > 0 and (lacking >= self.block_size or end is None):
             return 0
         for block_id, digest in found:
             self._evictable.pop(block_id, None)
@@ -181,14 +186,34 @@ class KVCache:
             table.block_ids.append(block_id)
             table.digests.append(digest)
         table.length = len(table.block_ids) * self.block_size
+        if lacking > 0 and end is not None:
+            self._copy_end(table, end, lacking)
         return table.length
 
+    def _copy_end(self, table: BlockTable, source: int, count: int) -> None:
+        """Copies the last `count` cells of an input, from the first of a block on, behind those that a table shares; it
+        is freed if no block can be taken."""
+        if not self.free_block_count:
+            self.free(table)
+            return
+        (own,) = self._take(1)
+        if own != source:
+            sources, places = (
+                range(block * self.block_size, block * self.block_size + count) for block in (source, own)
+            )
+            self._storage.copy_slots(list(sources), list(places))
+        table.block_ids.append(own)
+        table.length = table.encoder_length
+
     def cache_prefix(self, table: BlockTable, token_ids: Sequence[int], length: int) -> None:
-        """Adds the whole blocks of [0, length) to the prefix index; they are valid and hold committed `token_ids`.
+        """Adds the whole blocks of [0, length) to the prefix index, and the block with the end of an encoder's input to
+        that of ends; they are valid and hold committed `token_ids`.
 
         The caller guarantees both; never for draft tokens. Idempotent, and cheap without new blocks.
         """
         known = len(table.digests)
+        if table.encoder_length % self.block_size and length >= table.encoder_length:
+            self._ends.add(table.root, table.block_ids[table.encoder_length // self.block_size])
         if length // self.block_size <= known:
             return
         self._check_live(table)
@@ -232,6 +257,8 @@ class KVCache:
             table.block_ids[index] = own
         for block_id in table.block_ids[first:last]:
             self._index.remove(block_id)
+            if table.length < table.encoder_length:
+                self._ends.remove(block_id)
 
     def move(self, table: BlockTable, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copies the values of cells to others of a table, none of them below its length: rows of a tree to the
@@ -300,15 +327,17 @@ class KVCache:
 
     def _check_cached_prefix(self) -> None:
         self._index.check()
-        assert all(block_id in self._index for block_id in self._evictable), (
-            "invariant 4: an evictable block has no name"
-        )
-        assert all(block_id not in self._index for block_id in self._free), "invariant 4: a free block has a name"
+        self._ends.check()
+        assert all(map(self._is_named, self._evictable)), "invariant 4: an evictable block has no name"
+        assert not any(map(self._is_named, self._free)), "invariant 4: a free block has a name"
         for table in self._tables:
             assert len(table.digests) <= table.length // self.block_size, f"invariant 4: {table!r} digests"
             own = [*table.digests, *[None] * (table.length // self.block_size - len(table.digests))]
             for block_id, digest in zip(table.block_ids, own):
                 assert self._index.name_of(block_id) in (None, digest), f"invariant 4: block {block_id} of {table!r}"
+            if 0 < table.encoder_length <= table.length and table.encoder_length % self.block_size:
+                end = table.block_ids[table.encoder_length // self.block_size]
+                assert self._ends.name_of(end) in (None, table.root), f"invariant 4: the end of the input of {table!r}"
 
     def _take(self, count: int) -> list[int]:
         """Takes blocks. Raises CacheExhausted before it takes any."""
@@ -320,20 +349,24 @@ class KVCache:
         return taken
 
     def _take_evictable(self) -> int:
-        """Removes the least recently used evictable block from the prefix index and returns it."""
+        """Removes the least recently used evictable block from the indices and returns it."""
         block_id = next(iter(self._evictable))
         del self._evictable[block_id]
         self._index.remove(block_id)
+        self._ends.remove(block_id)
         return block_id
 
     def _drop(self, block_id: int) -> None:
         self._holders[block_id] -= 1
         if self._holders[block_id] > 0:
             return
-        if block_id in self._index:
+        if self._is_named(block_id):
             self._evictable[block_id] = None
         else:
             self._free.append(block_id)
+
+    def _is_named(self, block_id: int) -> bool:
+        return block_id in self._index or block_id in self._ends
 
     def _check_live(self, table: BlockTable) -> None:
         if table not in self._tables:
