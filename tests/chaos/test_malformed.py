@@ -25,6 +25,7 @@ REQUEST = pb.GenerateRequest(
     speculative={"num_speculative_tokens": 2},
     resume={"output_token_ids": [3]},
     prediction={"token_ids": {"ids": [4, 5]}},
+    decoder_prompt={"token_ids": {"ids": [6]}},
 )
 
 

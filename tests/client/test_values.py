@@ -42,9 +42,11 @@ def test_every_field_of_a_message_is_in_its_event() -> None:
     """Claim: start and end have all that their messages have. Conclusive: fields of messages and events are compared by
     name, those of `usage` one by one, so a new one is found, and by value, of which no two are alike."""
     start = pb.Started(request_id="r", seed=1, rule=types_pb.RULE_COUPLED, prompt_length=4, max_tokens=5)
+    start.encoder_length = 3
     start.model_digest, start.rule_reason, start.numerics.device = "d", "reason", "cpu"
     end = pb.Finished(reason=pb.FINISH_REASON_LENGTH, stop_string="s", stop_token_id=6, trace_id="t")
     end.statistics.rounds, end.usage.prompt_tokens, end.usage.output_tokens = 7, 8, 9
+    end.usage.encoder_tokens = 2
     for event, *messages in (
         (event_of(pb.GenerateResponse(started=start)), start),
         (event_of(pb.GenerateResponse(finished=end)), end, end.usage),

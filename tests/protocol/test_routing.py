@@ -65,6 +65,19 @@ def test_what_has_no_block_has_no_key_and_a_name_takes_the_place_of_tokens() -> 
     assert named not in (keys.key([], "", "session-8"), keys.key([], "one", "session-7"))
 
 
+def test_an_encoders_input_is_a_key_as_a_whole() -> None:
+    """Claim: the key of a prompt with an encoder's input is that of the whole input and its salt, whatever follows; an
+    input of less than a block has none, a name goes before it, and nothing is remembered."""
+    keys, own = Keys(), blocks(1, 2) + [3]
+    key = keys.key(own + [4, 5], "", "", len(own))
+    assert key == keys.key(own + [6], "", "", len(own)) != b""
+    others = keys.key(own + [4], "salt", "", len(own)), keys.key(own[:-1] + [4], "", "", len(own)), keys.key(own, "")
+    assert key not in others and len({*others}) == 3
+    assert keys.key(own, "", "", BLOCK_SIZE - 1) == b""
+    assert keys.key(own, "", "session-7", len(own)) == keys.key([], "", "session-7")
+    assert keys.key(blocks(1, 7) + own, "", "", len(own)) != key
+
+
 def test_a_prompt_that_ends_where_others_go_on_keeps_the_key_above() -> None:
     """Claim: a prompt without a block after the last branch has the key of the branch above it, and so finds its cache:
     of a conversation that was continued in two ways, the part before both stays where it was."""
