@@ -68,6 +68,7 @@ class Order:
     policy: FixedPolicy | Choosing
     proposers: tuple[Proposer, ...] = ()
     prediction: tuple[int, ...] = ()
+    encoder_length: int = 0
 
     def request(self) -> GenerationRequest:
         """The request as a client sends it."""
@@ -87,9 +88,8 @@ class Order:
     def params(self, attempt: int) -> ResolvedSamplingParams:
         """The resolved sampling parameters; without a seed each attempt draws another."""
         seed = hash64(self.seed, Lane.NEXT, attempt, 0) if self.rule is Rule.REJECTION else self.seed
-        return ResolvedSamplingParams(
-            self.rule, seed, len(self.prompt), temperature=0.0 if self.rule is Rule.GREEDY else 1.0
-        )
+        own = {"temperature": 0.0 if self.rule is Rule.GREEDY else 1.0, "encoder_length": self.encoder_length}
+        return ResolvedSamplingParams(self.rule, seed, len(self.prompt), **own)
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class Coordinator:
         params = order.params(attempt)
         committed = [*order.prompt, *output]
         length_max = len(order.prompt) + order.max_tokens
-        choice = fleet.choose(order.request(), number, model, committed, length_max)
+        choice = fleet.choose(order.request(), number, model, committed, length_max, order.encoder_length)
         policy = order.policy_of(attempt) or choice.policy
         draft = choice.draft if policy.draft_length_cap else None
         choice = replace(choice, draft=draft, policy=policy, proposers=frozenset(order.proposers))

@@ -37,10 +37,14 @@ TOKEN_IDS = tuple(range(VOCABULARY_SIZE))
 NO_NOISE = (0.0,) * VOCABULARY_SIZE
 
 
-def describe(positions_max: int, model: str, profile: int = 0, cache_size: CacheSize | None = None) -> Description:
-    """The description of a replica with a table model, in a numerics profile."""
+def describe(
+    positions_max: int, model: str, profile: int = 0, cache_size: CacheSize | None = None, has_encoder: bool = False
+) -> Description:
+    """The description of a replica with a table model, in a numerics profile, perhaps of an encoder-decoder model."""
     names = f"digest of {model}", FINGERPRINT, model
-    return Description(*names, VOCABULARY_SIZE, positions_max, (), "integer", "cpu", f"{profile}", cache=cache_size)
+    kind: dict[str, Any] = {"encoder_positions_max": 16, "beginning_token_ids": (0,)} if has_encoder else {}
+    numerics = "integer", "cpu", f"{profile}"
+    return Description(*names, VOCABULARY_SIZE, positions_max, (), *numerics, cache=cache_size, **kind)
 
 
 def table_of(table: int, description: Description) -> int:
@@ -274,6 +278,8 @@ class TableModel:
         storage = self.storage
         assert storage is not None
         for chunk in batch.chunks:
+            if chunk.input_count and (chunk.start or len(chunk.token_ids) - chunk.logit_count < chunk.input_count):
+                raise Violation(f"an input of {chunk.encoder_length} tokens does not run whole in {chunk}")
             cells = [*range(chunk.start, chunk.base), *(path[-1] for path in chunk.paths)]
             storage.write(chunk.block_ids, cells, chunk.token_ids)
         rows = CachedRows()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.types import Proposer, Rule
@@ -11,6 +11,7 @@ from tests.simulation.client import Choosing, Order
 from tests.simulation.model import VOCABULARY_SIZE
 
 TOKENS_MIN = 20
+ENCODER_EVERY = 16  # the seed of a first text, which is even, is a multiple of it in one setting of eight
 CRAMPED_FROM = 0.9  # of all settings the rest: texts of at most five blocks each, in a cache of five to seven
 
 
@@ -19,7 +20,8 @@ class Scenario:
     """One setting. Seconds are virtual; `extend_max` is the most tokens one item may carry, `run_positions` the
     growth of a target's session before it may be preempted, `has_heads` whether the first target has heads. `profiles`:
     the numerics of each target; `drafts`: the model of each draft; `places` of each replica; `wait_s`: for which a text
-    waits for a target; `join_s`: when the last target and draft join; `has_alias`: the first target has two addresses.
+    waits for a target; `join_s`: when the last target and draft join; `has_alias`: the first target has two addresses;
+    `has_encoder`: models are encoder-decoder models, and each prompt begins with an input.
     """
 
     table: int
@@ -42,6 +44,7 @@ class Scenario:
     wait_s: float = 30.0
     join_s: float = 0.0
     has_alias: bool = False
+    has_encoder: bool = False
 
 
 def draw_scenario(rng: random.Random) -> Scenario:
@@ -53,9 +56,11 @@ def draw_scenario(rng: random.Random) -> Scenario:
     profiles, drafts = draw_pools(rng)
     is_shared = len(profiles) > 1 and rng.random() < 0.3
     count = rng.choice((2, 3)) if is_cramped else 2 if crowd >= 0.86 or is_shared else 1
+    orders = tuple(draw_order(rng, table, number) for number in range(count))
+    has_encoder = orders[0].seed % ENCODER_EVERY == 0 and all(len(order.prompt) > 1 for order in orders)
     return Scenario(
         table=table,
-        orders=tuple(draw_order(rng, table, number) for number in range(count)),
+        orders=tuple(map(with_input, orders)) if has_encoder else orders,
         target_step_s=rng.choice((0.004, 0.006)),
         draft_step_s=rng.choice((0.002, 0.004)),
         target_latency_s=rng.choice((0.0002, 0.001)),
@@ -74,7 +79,13 @@ def draw_scenario(rng: random.Random) -> Scenario:
         wait_s=rng.choice((0.0, 0.5, 30.0, 30.0, 30.0)),
         join_s=rng.choice((0.0, 0.0, 0.02, 0.1)),
         has_alias=rng.random() < 0.1,
+        has_encoder=has_encoder,
     )
+
+
+def with_input(order: Order) -> Order:
+    """The order with an input of any length that leaves a token of the prompt."""
+    return replace(order, encoder_length=1 + order.seed // ENCODER_EVERY % (len(order.prompt) - 1))
 
 
 def draw_pools(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -68,7 +68,7 @@ class World:
     def _target(self, number: int, profile: int) -> Process:
         own = self.scenario
         cache = CacheSize(own.target_blocks - 1, BLOCK_SIZE, 0)
-        description = describe(own.target_positions, "target", profile, cache)
+        description = describe(own.target_positions, "target", profile, cache, own.has_encoder)
         table = table_of(own.table, description)
         has_heads = own.has_heads and not number
         sampler, read_heads = partial(self.ledger.sampler, table), self.ledger.read_heads if has_heads else None
@@ -82,7 +82,7 @@ class World:
 
     def _draft(self, number: int, model: int) -> Process:
         own = self.scenario
-        description = describe(own.draft_positions, f"draft{model}")
+        description = describe(own.draft_positions, f"draft{model}", has_encoder=own.has_encoder)
         sampler = partial(self.ledger.propose, model)
         return self._process(
             ProcessTraits(
