@@ -129,7 +129,7 @@ def test_a_text_is_that_of_transformers(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_way_to_speculate_changes_a_text(pair: Services, plain: dict[tuple[str, str], Outcome], shape: str) -> None:
-    """Claim: tokens, text, log-probabilities and usage under GREEDY and COUPLED are bit for bit those of plain decoding,
+    """Claim: tokens, text, log-probabilities and usage under GREEDY and COUPLED are bit for bit those of plain decoding
     with chains, trees, waits, and proposers that search input and output.
 
     Conclusive: all kinds of sampling and prompts, several at a time; where rounds wait, draft tokens are accepted.
