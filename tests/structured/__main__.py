@@ -32,7 +32,18 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from tests.structured.schemas import SCHEMAS, Schema
 from tests.support.services import MODELS, Client, Outcome, running
 
-CLOSERS = ('"', "@", "}", "]", ":", ",", "Z", "0", "a")  # what a text is completed with if it may be, in this order
+CLOSERS = (
+    '"',
+    "@",
+    "}",
+    "]",
+    ":",
+    ",",
+    "Z",
+    "1",
+    "0",
+    "a",
+)  # what a text is completed with if it may be, in this order
 COMPLETION_TOKENS_MAX = 1000
 BOUNDED_SHARE_MIN = 0.95
 FORMATS = Draft202012Validator.FORMAT_CHECKER  # of date, uuid, email, ipv4; the two below are RFC 3339's

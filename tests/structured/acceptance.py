@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tests.support.unlawful_draft import lying
 
 from bench.bars import Bar, add_check_flag, conclude
 from bench.harness import heldout_prompts
 from tests.structured.schemas import SCHEMAS
 from tests.support.services import MODELS, Client, Services, fixed, running
+from tests.support.unlawful_draft import lying
 
 DRAFT_LENGTH = 4
 RULES: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ PROPOSERS = {UNMASKED: ["draft"], MASKED: ["draft"], FORCED: ["draft", "grammar"
 @contextlib.contextmanager
 def clients(services: Services) -> Iterator[dict[str, Client]]:
     """A client for each way: one coordinator has the draft without masks."""
-    with lying("nothing is illegal", MODELS / "draft", MODELS / "target") as address:
+    with lying("all", MODELS / "draft", MODELS / "target") as address:
         with services.coordinator_with(draft=(address,)) as other:
             yield {OFF: services.client, UNMASKED: other, MASKED: services.client, FORCED: services.client}
 
@@ -52,7 +52,7 @@ def generate(client: Client, rule: str, way: str, number: int, prompt: str, toke
         timeout_s=600.0,
         grammar={"json_schema": json.dumps(SCHEMAS[number % len(SCHEMAS)].schema)},
         max_tokens=tokens_max,
-        seed=number,
+        seed=None if rule == "REJECTION" else number,
         speculative=how | {"rule": f"RULE_{rule}"},
         **RULES[rule],
     )
