@@ -28,7 +28,7 @@ def edited_logits(params: ResolvedSamplingParams, logits: Sequence[float], path:
         if token < len(edited):
             edited[token] += bias
     for token, value in enumerate(edited):
-        if token in path:
+        if token in path[params.encoder_length :]:
             value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
         count = output.count(token)
         edited[token] = value - params.presence_penalty * (count > 0) - params.frequency_penalty * count

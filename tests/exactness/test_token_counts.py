@@ -40,13 +40,14 @@ FAR = torch.device("cuda")
 Session = TargetSession | DraftSession
 
 
-def params_of(prompt_length: int, penalties: dict) -> ResolvedSamplingParams:
-    return ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=prompt_length, temperature=0.0, **penalties)
+def params_of(prompt_length: int, penalties: dict, encoder_length: int = 0) -> ResolvedSamplingParams:
+    own = {"temperature": 0.0, "encoder_length": encoder_length, **penalties}
+    return ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=prompt_length, **own)
 
 
-def sessions_of(prompt_length: int, penalties: dict) -> tuple[TargetSession, DraftSession]:
+def sessions_of(prompt_length: int, penalties: dict, encoder_length: int = 0) -> tuple[TargetSession, DraftSession]:
     """A session of the target and one of the draft."""
-    opened = Open(1, 1, params_of(prompt_length, penalties), 1 << 18, 1 << 18)
+    opened = Open(1, 1, params_of(prompt_length, penalties, encoder_length), 1 << 18, 1 << 18)
     cache = KVCache(2, 8, TokenStorage(2, 8))
     sessions = [(opened, cache.open(1 << 18), lambda answer: None) for _ in range(2)]
     return TargetSession(*sessions[0]), DraftSession(*sessions[1], cache, GrowingTree(Rule.GREEDY, Calibration()))
@@ -71,20 +72,26 @@ def rows_of(session: Session, drafts: Sequence[tuple[int, ...]], logits: torch.T
     penalties=st.sampled_from(PENALTIES),
     width=st.sampled_from(WIDTHS),
     prompt_length=st.integers(1, 6),
+    encoder_length=st.integers(0, 5),
     moves=st.lists(st.tuples(st.integers(0, 12), st.lists(TOKENS, max_size=4)), max_size=8),
     paths=st.tuples(*[st.tuples(TOKENS, TOKENS)] * 2),
 )
 def test_kept_counts_edit_by_the_whole_path(
-    penalties: dict, width: int, prompt_length: int, moves: list[tuple[int, list[int]]], paths: tuple
+    penalties: dict,
+    width: int,
+    prompt_length: int,
+    encoder_length: int,
+    moves: list[tuple[int, list[int]]],
+    paths: tuple,
 ) -> None:
     """Claim: whatever tokens are added, replaced or dropped between rounds, every row of a verification, chain or tree,
-    and of the draft's nodes has the edits of its own whole path. Conclusive: every round of random schedules equals,
-    bit for bit, plain Python that counts the path token by token; with few and many of the vocabulary's tokens, tokens
-    that the logits lack, and counts that fall to 0 again."""
+    and of the draft's nodes has the edits of its own whole path, without an encoder's input. Conclusive: every round of
+    random schedules equals, bit for bit, plain Python that counts the path token by token; with few and many of the
+    vocabulary's tokens, tokens that the logits lack, and counts that fall to 0 again."""
     (first, second), generator = paths, torch.Generator().manual_seed(1)
     drafts = [(), first[:1], first, second[:1], second]
     logits = torch.randn(len(drafts), width, generator=generator)
-    sessions = sessions_of(prompt_length, penalties)
+    sessions = sessions_of(prompt_length, penalties, min(encoder_length, prompt_length - 1))
     for session in sessions:
         session.hold(0, list(range(6)))
     for start, token_ids in moves:

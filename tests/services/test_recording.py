@@ -74,6 +74,14 @@ def test_a_file_is_bounded_and_errors_are_named(tmp_path: Path) -> None:
         Recorder(tmp_path, 200)
 
 
+def test_the_length_of_an_encoders_input_is_kept(tmp_path: Path) -> None:
+    """Claim: of a text with an encoder's input the line says how many of the prompt's tokens it is."""
+    recorder = Recorder(tmp_path / "record.jsonl", 200)
+    recorder.add([1, 2], 0.0, [Delta(0, (5,), (TokenKind.BONUS,), "", (0,))], encoder_length=1)
+    recorder.close()
+    assert json.loads((tmp_path / "record.jsonl").read_text())["encoder_length"] == 1
+
+
 FILL = """
 import resource, sys
 from pathlib import Path
