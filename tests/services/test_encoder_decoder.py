@@ -223,7 +223,7 @@ def test_a_penalty_does_not_count_the_input(pair: Services, reference: PairRefer
     def text_of(counted: list[int]) -> list[int]:
         tokens = [START]
         for _ in range(COUNT):
-            logits = reference.logits(ids, tokens)[-1]
+            logits = reference.logits(ids, tokens)[-1].clone()
             seen = torch.tensor(sorted({*counted, *tokens}))
             chosen = logits[seen]
             logits[seen] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
@@ -254,7 +254,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_its_beginning(
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "no input": ("", {}, "prompt.text", "at least one character long"),
-    "no ids": ([], {}, "prompt", "text or token_ids"),
+    "no ids": ([], {}, "prompt.token_ids", "at least one token id"),
     "input too long": ([1] * (INPUT_MAX + 1), {}, "prompt.token_ids", f"at most {INPUT_MAX} tokens"),
     "text too long": ("x " * INPUT_MAX, {}, "prompt.text", f"at most {INPUT_MAX} tokens"),
     "unknown input token": ([1, 288], {}, "prompt.token_ids[1]", "0 to 287"),
@@ -337,8 +337,8 @@ def test_a_draft_of_another_kind_is_not_used(is_encoder_draft: bool, models: tup
 def test_preempted_texts_are_the_same(models: tuple[Path, Path]) -> None:
     """Claim: in a cache that is too small for all texts at once sessions are preempted, and all texts are those of a
     large cache. Conclusive: the target counts preemptions."""
-    prompts = [[seed, *range(1, 100 + seed), END] for seed in range(1, 7)]
-    asked = [{"prompt": own, **ASKED, "max_tokens": 120, "temperature": 0.9, "seed": 5} for own in prompts]
+    prompts = [[seed, *range(1, 20 + seed), END] for seed in range(5)]  # each new one fits, and then they grow
+    asked = [{"prompt": own, **ASKED, "max_tokens": 220, "temperature": 0.9, "seed": 5} for own in prompts]
     block_bytes = 2 * 64 * 2 * 4 * 12 * 4  # layers, cells, keys and values, heads, their size, float32
     with running(*models, threads=1, dtype="float32", target={"kv_cache_bytes": 12 * block_bytes}) as services:
         crowded = services.client.generate_all(asked, 6)
