@@ -1,4 +1,4 @@
-"""Folders, settings and rows of an encoder-decoder model that cannot be served are refused by field, value and limit."""
+"""Folders and settings of an encoder-decoder model that cannot be served are refused by field, value and limit."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_a_folder_without_a_start_token_is_refused(folder: Path) -> None:
     assert open_model_folder(str(folder)).beginning == (5,)
     for name, wrong in (("decoder_start_token_id", [5, 6]), ("forced_bos_token_id", 300), ("forced_bos_token_id", "x")):
         edit_json(folder / GENERATION, **{"decoder_start_token_id": 5, name: wrong})
-        assert f"{folder / GENERATION}: {name} is {json.dumps(wrong)}; it must be a token id below 288" in refusal(folder)
+        assert f"{folder / GENERATION}: {name} is {json.dumps(wrong)}; it must be a token id below 288" in refusal(
+            folder
+        )
         edit_json(folder / GENERATION, **{name: None})
 
 
@@ -109,7 +111,9 @@ def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
     edit_json(folder / CONFIG, tie_word_embeddings=True)
     bias = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     edit_tensors(folder, **{bias.replace(".", "__"): torch.zeros(32, 4)})
-    with pytest.raises(ModelRefused, match=r"relative_attention_bias.weight has shape \[32, 4\]; by config.json it must"):
+    with pytest.raises(
+        ModelRefused, match=r"relative_attention_bias.weight has shape \[32, 4\]; by config.json it must"
+    ):
         load_model(str(folder))
     edit_tensors(folder, **{bias.replace(".", "__"): None})
     with pytest.raises(ModelRefused, match=f"the weights lack {bias}"):

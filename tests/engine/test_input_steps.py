@@ -67,7 +67,11 @@ def test_every_row_sees_its_own_stack_and_its_input(case: tuple[RaggedBatch, lis
 
 
 WRONG_CHUNKS: list[tuple[Chunk, bool, str]] = [
-    (Chunk([1], 0, [1, 2], 1, (), 2), True, "rows from 0 to 1 with 1 logits; the encoder's input, 2 tokens, runs whole"),
+    (
+        Chunk([1], 0, [1, 2], 1, (), 2),
+        True,
+        "rows from 0 to 1 with 1 logits; the encoder's input, 2 tokens, runs whole",
+    ),
     (Chunk([1], 0, [1, 2], 0, (), 3), True, "rows from 0 to 1 with 0 logits; the encoder's input, 3 tokens"),
     (Chunk([1], 2, [1, 2], 1, (), 3), True, "rows from 2 to 3 with 1 logits"),
     (Chunk([1], 0, [1, 2, 3], 1, ((2,), (3,)), 2), True, "rows from 0 to 0 with 1 logits"),
@@ -94,7 +98,7 @@ def feed_with_input(length: int, context_count: int, logit_count: int, start: in
 def test_feeds_that_divide_an_input_are_refused() -> None:
     """Claim: a feed from inside an input, one that ends there, logits of its rows, and parts of it are ValueErrors by
     field, value and limit. Conclusive: the same behind the input are none."""
-    for start, context, logits in ((0, 0, 0), (0, 0, 3), (5, 2, 1), (6, 0, 2)):
+    for start, context, logits in ((0, 0, 0), (0, 0, 3), (5, 2, 1), (6, 1, 2)):
         feed_with_input(5, context, logits, start)
     with pytest.raises(ValueError, match="rows from 3 to 6; the encoder's input, 5 tokens, runs whole"):
         feed_with_input(5, 0, 1, 3)

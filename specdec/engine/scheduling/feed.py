@@ -81,11 +81,15 @@ class Feed(Generic[Payload, Answer]):
         length, row_count = self.table.encoder_length, self.row_count - self.input_count
         if self.input_count and (self.start_position or row_count < 0):
             end = self.start_position + self.row_count
-            raise ValueError(f"rows from {self.start_position} to {end}; the encoder's input, {length} tokens, runs whole")
+            raise ValueError(
+                f"rows from {self.start_position} to {end}; the encoder's input, {length} tokens, runs whole"
+            )
         if not 0 <= self.logit_count <= row_count:
             raise ValueError(f"logit_count is {self.logit_count}; it must be from 0 to {row_count}")
         if self.part is not None and self.input_count:
-            raise ValueError(f"part is given at position 0; it must be at {length} or above, behind the encoder's input")
+            raise ValueError(
+                f"part is given at position 0; it must be at {length} or above, behind the encoder's input"
+            )
 
     @property
     def next_position(self) -> int:

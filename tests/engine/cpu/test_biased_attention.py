@@ -63,9 +63,7 @@ def float64_of(world: World, rule: ScoreRule, span: tuple[int, int, int]) -> tup
     position, first, end = span
     query = world.queries[0][position].double()
     group = query.shape[0] // world.cache.kv_heads
-    keys, values = (
-        side[0][first:end].double().repeat_interleave(group, 1) for side in (world.keys, world.values)
-    )
+    keys, values = (side[0][first:end].double().repeat_interleave(group, 1) for side in (world.keys, world.values))
     bias = rule.bias.double()[:, (torch.arange(first, end) - position).clamp(-REACH, REACH) + REACH]
     scores = torch.einsum("hd,phd->hp", query, keys) * rule.scaling
     sizes = torch.einsum("hd,phd->hp", query.abs(), keys.abs()) * abs(rule.scaling)
@@ -150,7 +148,9 @@ def test_a_path_has_the_bits_of_a_chain(native: Kernels, dtype: torch.dtype) -> 
         expected = attend(world, rule, [span])
         path = [spare[(7 * i) % len(spare)] for i in range(length)]
         keys, values = (side[0][end - length : end] for side in (world.keys, world.values))
-        native.write(world.cache, world.rows([(0, p) for p in range(end - length, end)], [[s] for s in path]), keys, values)
+        native.write(
+            world.cache, world.rows([(0, p) for p in range(end - length, end)], [[s] for s in path]), keys, values
+        )
         queries = world.queries[0][end - 1][None]
         found = native.attend(world.cache, rows_of(world, [span], [path]), rule, queries)
         assert torch.equal(found, expected), span

@@ -127,7 +127,10 @@ WRONG: dict[str, tuple[Callable[[Kernels, PackedWeight], object], str]] = {
     "an infinite scaling": (lambda k, w: ScoreRule(float("inf")), "scaling is inf"),
     "a negative soft cap": (lambda k, w: ScoreRule(1.0, softcap=-1.0), "softcap is -1.0"),
     "a negative window": (lambda k, w: ScoreRule(1.0, window=-1), "window is -1; it must be 0 or more"),
-    "a bias of an even width": (lambda k, w: ScoreRule(1.0, bias=torch.zeros(2, 4)), r"bias.shape is \[2, 4\]; it must"),
+    "a bias of an even width": (
+        lambda k, w: ScoreRule(1.0, bias=torch.zeros(2, 4)),
+        r"bias.shape is \[2, 4\]; it must",
+    ),
     "a bias without heads": (lambda k, w: ScoreRule(1.0, bias=torch.zeros(5)), r"bias.shape is \[5\]; it must be"),
     "a bias of float16": (lambda k, w: ScoreRule(1.0, bias=HALF), "bias.dtype is torch.float16; it must be"),
     "a bias with gaps of heads": (lambda k, w: ScoreRule(1.0, bias=torch.zeros(5, 3).T), "bias.stride"),
