@@ -16,7 +16,6 @@ from torch import nn
 from specdec.engine.attention import AttentionMetadata, AttentionShape, EncoderDecoderMetadata
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 
-
 StepAttention = AttentionMetadata | EncoderDecoderMetadata  # of a decoder alone; of an encoder-decoder model
 
 
@@ -111,8 +110,8 @@ def check_inputs(batch: RaggedBatch, has_encoder: bool) -> None:
             raise ValueError(f"encoder_length is {length}; it must be {limit}")
         if chunk.input_count and (start or end < length or chunk.logit_count > len(chunk.token_ids) - length):
             raise ValueError(
-                f"rows from {start} to {end - 1} with {chunk.logit_count} logits; the encoder's input, {length} tokens, "
-                "runs whole and without logits"
+                f"rows from {start} to {end - 1} with {chunk.logit_count} logits; the encoder's input, {length} "
+                "tokens, runs whole and without logits"
             )
 
 

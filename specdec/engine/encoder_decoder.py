@@ -1,8 +1,8 @@
-"""An encoder-decoder model of `transformers` as one base model for the engine: T5 (Raffel et al. 2020, arXiv 1910.10683).
+"""An encoder-decoder model of `transformers` as one base model for the engine: T5 (Raffel et al. 2020, 1910.10683).
 
-Weights, norms and feed-forward layers are the modules of `transformers`; attention reaches a step's plan, as with models
-of one stack. Rows of a sequence's input run through the encoder, which leaves nothing but the keys and values of every
-decoder layer's cross attention; its other rows run through the decoder. Positions are relative in both: a bias of
+Weights, norms and feed-forward layers are the modules of `transformers`; attention reaches a step's plan, as with
+models of one stack. Rows of a sequence's input run through the encoder, which leaves nothing but the keys and values of
+every decoder layer's cross attention; its other rows run through the decoder. Positions are relative in both: a bias of
 scores by distance, from a table of the first layer, and none in cross attention. Scores are not scaled.
 """
 

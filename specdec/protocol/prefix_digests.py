@@ -1,7 +1,8 @@
 """The names of prefixes of texts: a block of tokens is named by its content and by all tokens before it.
 
 A digest covers the parent's digest and the block's own token ids, and the salt at the root separates the texts of
-different tenants. Every cell of an encoder's input depends on all of it, so the root covers the input too. Digests are SHA-256, since a collision would give one text another's cache.
+different tenants. Every cell of an encoder's input depends on all of it, so the root covers the input too. Digests are
+SHA-256, since a collision would give one text another's cache.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A row of an encoder-decoder model has the same bits at every width and chunking, beside any neighbours, on any path of
-a tree, after reuse of a prefix and after a preemption; with kernels and without.
+"""A row of an encoder-decoder model has the same bits at every width and chunking, beside any neighbours, on any path
+of a tree, after reuse of a prefix and after a preemption; with kernels and without.
 
 As in `test_row_independence.py` every test compares with torch.equal against one reference: input and output fed once,
 whole, alone. Sums in another order differ in the last bits of some of hundreds of logits a row with near certainty.
@@ -161,13 +161,12 @@ def test_a_preempted_sequence_fed_again_is_the_same(case: Case) -> None:
     Conclusive: another sequence holds its old blocks meanwhile, so none of their content is left.
     """
     driver, other_input = case.driver, random_tokens(90, 7)
-    table, other = case.open(), driver.open(120, other_input)
+    table = driver.cache.open(len(case.tokens), encoder_input=case.input)
+    other = driver.cache.open(120, encoder_input=other_input)
     driver.feed(table, case.tokens, 1)
     old = list(table.block_ids)
     driver.cache.free(table)
     assert table.length == 0 and table.encoder_length == INPUT_LENGTH
-    driver.cache.release(other)
-    other = driver.cache.open(120, encoder_input=other_input)
     driver.feed(other, [*other_input, START], 1)
     assert set(other.block_ids) & set(old)
     rows = []

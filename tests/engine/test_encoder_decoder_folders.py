@@ -1,4 +1,4 @@
-"""Folders, settings and rows of an encoder-decoder model that cannot be served are refused by field, value and limit."""
+"""Folders and settings of an encoder-decoder model that cannot be served are refused by field, value and limit."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def feed_with_input(length: int, context_count: int, logit_count: int, start: in
 def test_feeds_that_divide_an_input_are_refused() -> None:
     """Claim: a feed from inside an input, one that ends there, logits of its rows, and parts of it are ValueErrors by
     field, value and limit. Conclusive: the same behind the input are none."""
-    for start, context, logits in ((0, 0, 0), (0, 0, 3), (5, 2, 1), (6, 0, 2)):
+    for start, context, logits in ((0, 0, 0), (0, 0, 3), (5, 2, 1), (6, 1, 2)):
         feed_with_input(5, context, logits, start)
     with pytest.raises(ValueError, match="rows from 3 to 6; the encoder's input, 5 tokens, runs whole"):
         feed_with_input(5, 0, 1, 3)

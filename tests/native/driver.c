@@ -16,7 +16,7 @@
 #include "numbers.h"
 
 enum { TIED = 1, INPUTS = 2, EXCHANGE = 4, FAILING = 8, ABANDONED = 16, HEAD_NORMS = 32, AFTER_NORMS = 64, CENTERED = 128,
-       BIASES = 256, NANS = 512, HIDDEN = 1024 };
+       BIASES = 256, NANS = 512, HIDDEN = 1024, SPANS = 2048, DISTANCES = 4096 };
 
 typedef struct {
     int64_t seed, type, weight_type, activation, block_size, block_count, kv_heads, group, head_size, hidden, between,
@@ -71,6 +71,7 @@ static int read_plan(FILE *file, plan *p) {
     rows->path = read_int32s(file, p->path_count);
     rows->table_start = read_int64s(file, rows->sequence_count + 1);
     rows->table = read_int32s(file, p->table_count);
+    rows->first = p->n.flags & SPANS ? read_int32s(file, rows->count) : NULL;
     p->ids = read_int64s(file, rows->count);
     p->logit_rows = read_int32s(file, p->logit_count);
     return 1;
@@ -112,10 +113,12 @@ static sd_layer new_layer(const plan *p) {
         .down = new_weight(n->hidden, n->between, p),
         .cosines = n->rotated ? numbers_of(angles, (int32_t)n->type) : NULL,
         .sines = n->rotated ? numbers_of(angles, (int32_t)n->type) : NULL,
-        .rule = {0.3f, (float)n->softcap, n->window},
+        .rule = {0.3f, (float)n->softcap, n->window, NULL, n->seed % 9},
         .cache = {NULL, NULL, n->block_count, n->block_size, (int32_t)n->kv_heads, (int32_t)n->head_size,
                   (int32_t)n->type},
     };
+    int64_t distances = 2 * layer.rule.bias_reach + 1;
+    if (n->flags & DISTANCES) layer.rule.bias = numbers_of(n->kv_heads * n->group * distances, SD_FLOAT32);
     int64_t count = n->block_count * n->block_size * one;
     layer.cache.keys = numbers_of(count, layer.cache.type);
     layer.cache.values = numbers_of(count, layer.cache.type);

@@ -16,6 +16,7 @@ EXTREMES = (-(2**31), -(2**31) + 1, 2**31 - 1, -1)
 TIED, INPUTS, EXCHANGE, FAILING, ABANDONED, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN = (
     1 << i for i in range(11)
 )
+SPANS, DISTANCES = 1 << 11, 1 << 12
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class Plan:
     path: list[int] = field(default_factory=list)
     table_start: list[int] = field(default_factory=lambda: [0])
     table: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
     is_sound: bool = True
@@ -80,7 +82,7 @@ class Plan:
         counts += [len(self.path), len(self.table), len(self.logit_rows)]
         arrays = [
             *(self.sequence, self.position, self.slot, self.base, self.path_start, self.path),
-            *(self.table_start, self.table, self.ids, self.logit_rows),
+            *(self.table_start, self.table, self.first, self.ids, self.logit_rows),
         ]
         return "\n".join(" ".join(map(str, numbers)) for numbers in (sizes, counts, *arrays)) + "\n"
 
@@ -93,6 +95,8 @@ def sound_plan(seed: int) -> Plan:
     chance.shuffle(blocks)
     while blocks and len(plan.table_start) < 5:
         add_sequence(plan, chance, [blocks.pop() for _ in range(min(len(blocks), chance.randint(1, 5)))])
+    if chance.random() < 0.3:
+        add_spans(plan, chance)
     rows = len(plan.sequence)
     plan.ids = [
         chance.choice((0, plan.sizes.vocabulary - 1, chance.randrange(plan.sizes.vocabulary))) for _ in range(rows)
@@ -107,7 +111,9 @@ def random_sizes(chance: random.Random, seed: int) -> Sizes:
     kind = chance.choice(MODEL_TYPES)
     block_size = chance.choice((8, 8, 16, 16, 32, 64))
     flags = sum(
-        flag for flag in (INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN) if chance.random() < 0.3
+        flag
+        for flag in (INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN, DISTANCES)
+        if chance.random() < 0.3
     )
     flags |= chance.choice((0, 0, 0, 0, EXCHANGE, EXCHANGE, EXCHANGE | FAILING, ABANDONED))
     weight_type = chance.choice((kind, kind, *MODEL_TYPES))
@@ -157,12 +163,31 @@ def add_sequence(plan: Plan, chance: random.Random, blocks: list[int]) -> None:
             plan.add_row(index, start, paths[-1], slots[start + row])
 
 
+def add_spans(plan: Plan, chance: random.Random) -> None:
+    """Lets every row see from a first position on, some up to the end of their tables, wherever their own is."""
+    plan.sizes.flags |= SPANS
+    for row, sequence in enumerate(plan.sequence):
+        capacity = (plan.table_start[sequence + 1] - plan.table_start[sequence]) * plan.sizes.block_size
+        path_count = plan.path_start[row + 1] - plan.path_start[row]
+        if not path_count:
+            plan.base[row] = chance.choice((plan.base[row], capacity, chance.randint(1, capacity)))
+        last = min(plan.base[row], plan.base[row] + path_count - 1)
+        plan.first.append(chance.choice((0, last, chance.randint(0, last))))
+        plan.position[row] = chance.choice((plan.position[row], chance.randrange(plan.sizes.positions_max)))
+
+
 def hostile_plan(seed: int) -> Plan:
     """A sound plan with one index that lies outside of what it points into, or a path that reaches beyond all paths up
     to a position that agrees with it."""
     chance = random.Random(seed)
     while True:
         plan = sound_plan(chance.randrange(2**32))
+        if plan.first:  # other indices of these may have other values
+            where = chance.randrange(len(plan.first))
+            end = plan.base[where] + plan.path_start[where + 1] - plan.path_start[where]
+            plan.first[where] = chance.choice((end, plan.base[where] + 1, *EXTREMES))
+            plan.is_sound = False
+            return plan
         if len(plan.sequence) > 1 and chance.random() < 0.1:
             where, beyond = chance.randrange(len(plan.sequence) - 1), chance.choice((100, 10**6))
             plan.path_start[where + 1] += beyond

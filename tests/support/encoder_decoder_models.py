@@ -69,7 +69,7 @@ def scale_up(model: T5ForConditionalGeneration, seed: int, is_tied: bool) -> Non
     for name, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
         if name == "decoder.final_layer_norm.weight" and is_tied:
-            pass  # of both signs: else a token's own embedding, which is in its hidden state, would make it its successor
+            pass  # of both signs: else a token's own embedding, in its hidden state, would make it its successor
         elif "norm" in name:
             drawn = 1 + 0.2 * drawn
         elif name == "lm_head.weight":
