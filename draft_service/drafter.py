@@ -29,7 +29,7 @@ from specdec.protocol.items import Commit, Extend, MissingTokens, Nodes, Open
 from specdec.protocol.limits import UINT32_MAX, check_token_ids
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule
-from specdec.replica.handler import ABANDONED_S, Reply, check_kind, check_params_tokens
+from specdec.replica.handler import ABANDONED_S, Reply, check_input, check_params_tokens
 from specdec.replica.masks import posting
 from specdec.telemetry.tracing import Tracing
 
@@ -110,20 +110,15 @@ class Drafter:
     def check(self, item: Open) -> None:
         """Raises CacheExhausted for a prompt beyond the draft's positions or a session beyond its whole cache,
         InvalidRequest for its parameters."""
-        positions_max, input_max = self.description.positions_max, self.description.encoder_positions_max
-        check_kind(item.params, self.description)
-        if item.params.encoder_length > input_max:
-            has = f"the input has {item.params.encoder_length} tokens"
-            raise CacheExhausted(f"{has}, the draft's encoder {input_max} positions", NEVER)
+        positions_max = self.description.positions_max
+        check_input(item.params, self.description)
         if item.params.prompt_length >= positions_max:
             raise CacheExhausted(
                 f"the prompt has {item.params.prompt_length} tokens, the draft {positions_max} positions", NEVER
             )
-        if self._cell_count(item) > self._engine.cache.position_count:
-            raise CacheExhausted(
-                f"the session needs {self._cell_count(item)} cells, the draft has {self._engine.cache.position_count}",
-                NEVER,
-            )
+        needed_count, own_count = self._cell_count(item), self._engine.cache.position_count
+        if needed_count > own_count:
+            raise CacheExhausted(f"the session needs {needed_count} cells, the draft has {own_count}", NEVER)
         check_params_tokens(item.params, item.vocabulary_size)
 
     def open(self, item: Open, reply: Reply) -> DraftSession:
@@ -155,11 +150,8 @@ class Drafter:
     def work(self, session: DraftSession, item: Commit, arrived_s: float) -> MissingTokens | None:
         """Continues drafting below newly committed tokens, in the current tree or a new one. Raises SpecdecError."""
         check_token_ids("suffix_token_ids", item.suffix_token_ids, self.description.vocabulary_size)
-        if item.committed_length > session.opened.length_max:
-            limit = f"at most length_max {session.opened.length_max}"
-            raise InvalidRequest("committed_length", item.committed_length, limit)
-        if item.committed_length <= session.encoder_length:
-            limit = f"above encoder_length {session.encoder_length}"
+        if not session.encoder_length < item.committed_length <= session.opened.length_max:
+            limit = f"at most length_max {session.opened.length_max}, above encoder_length {session.encoder_length}"
             raise InvalidRequest("committed_length", item.committed_length, limit)
         positions_max = self.description.positions_max
         if item.committed_length >= positions_max < session.opened.length_max:
@@ -178,8 +170,6 @@ class Drafter:
             session.follow(session.tokens[known_length:])
         if growth.root is None:
             session.restart()
-            if session.encoder_length and not session.table.length:
-                self._engine.cache.give_input(session.table, session.tokens[: session.encoder_length])
             if len(session.read_tokens) > min(positions_max, session.table.capacity - TREE_CELLS):
                 raise CacheExhausted(f"the text has {len(session.read_tokens)} tokens of the draft: too many for it")
         if not self._find_cells(session):
@@ -289,8 +279,7 @@ class Drafter:
         return session.growth.take(count, reach, is_chain, likelihood_min, wait_reach)
 
     def _feed(self, session: DraftSession, root: GrowingNode, row_count_max: int) -> DraftFeed:
-        """Returns committed tokens not in the cache, at most a chunk beside others, and an encoder's input whole; the
-        root is the last."""
+        """Returns committed tokens not in the cache, beside others at most a chunk or an input; the root is the last."""
         start = session.table.length
         chunk = row_count_max if len(self._growing) == 1 else self._engine.chunk_size
         count = max(min(row_count_max, chunk), session.input_count)

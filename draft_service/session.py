@@ -137,6 +137,8 @@ class DraftSession(ReplicaSession):
         if self.reading is not None:
             self.reading.read(self.tokens)
         self._truncate(len(self.read_tokens) - 1)
+        if self.input_count:
+            self.cache.give_input(self.table, self.tokens[: self.input_count])
         self.growth.restart(self.tokens)
 
     def _truncate(self, length: int) -> None:

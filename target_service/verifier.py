@@ -22,7 +22,7 @@ from specdec.protocol.items import Extend, MissingTokens, Open, PromptPart, Veri
 from specdec.protocol.limits import UINT32_MAX, check_token_ids
 from specdec.protocol.rejection import conclude
 from specdec.protocol.types import Description, PromptLogprobs, SamplerOutput
-from specdec.replica.handler import Reply, check_kind, check_params_tokens
+from specdec.replica.handler import Reply, check_input, check_params_tokens
 from specdec.replica.masks import posting
 from specdec.step_curve import StepCurve
 from specdec.target_service.admission import TURNAROUND_S, Admission
@@ -79,10 +79,7 @@ class Verifier:
     def check(self, item: Open) -> None:
         """Raises InvalidRequest for a session that this target cannot serve, as far as known before its tokens."""
         size, positions_max = self.description.vocabulary_size, self.description.positions_max
-        check_kind(item.params, self.description)
-        if item.params.encoder_length > self.description.encoder_positions_max:
-            limit = f"at most {self.description.encoder_positions_max}, the positions of the encoder"
-            raise InvalidRequest("params.encoder_length", item.params.encoder_length, limit)
+        check_input(item.params, self.description)
         check_params_tokens(item.params, size)
         if item.vocabulary_size != size:
             raise InvalidRequest("vocabulary_size", item.vocabulary_size, f"the target's own, {size}")

@@ -296,11 +296,15 @@ def log_names(opened: Open) -> dict[str, object]:
     return {"trace_id": opened.trace.trace_id.hex(), "session": opened.session}
 
 
-def check_kind(params: ResolvedSamplingParams, description: Description) -> None:
-    """Raises InvalidRequest for an encoder's input to a decoder alone, and for none to an encoder-decoder model."""
-    if (params.encoder_length > 0) != description.has_encoder:
+def check_input(params: ResolvedSamplingParams, description: Description) -> None:
+    """Raises InvalidRequest for an encoder's input to a decoder alone, and to an encoder-decoder model for none, or for
+    one beyond the encoder's positions."""
+    length, most = params.encoder_length, description.encoder_positions_max
+    if (length > 0) != description.has_encoder:
         limit = f"{'at least 1' if description.has_encoder else 0}: {description.model_name} is {description.kind}"
-        raise InvalidRequest("params.encoder_length", params.encoder_length, limit)
+        raise InvalidRequest("params.encoder_length", length, limit)
+    if length > most:
+        raise InvalidRequest("params.encoder_length", length, f"at most {most}, the positions of the encoder")
 
 
 def check_params_tokens(params: ResolvedSamplingParams, vocabulary_size: int) -> None:
