@@ -279,7 +279,7 @@ class Drafter:
         return session.growth.take(count, reach, is_chain, likelihood_min, wait_reach)
 
     def _feed(self, session: DraftSession, root: GrowingNode, row_count_max: int) -> DraftFeed:
-        """Returns committed tokens not in the cache, beside others at most a chunk or an input; the root is the last."""
+        """Returns committed tokens not in the cache, beside others a chunk or an input at most; the root is last."""
         start = session.table.length
         chunk = row_count_max if len(self._growing) == 1 else self._engine.chunk_size
         count = max(min(row_count_max, chunk), session.input_count)
