@@ -103,7 +103,7 @@ def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
     with embeddings of both stacks beside the shared one."""
     load_model(str(folder))
     shared = torch.zeros(301, 64)
-    edit_tensors(folder, encoder__embed_tokens__weight=shared, decoder__embed_tokens__weight=shared)
+    edit_tensors(folder, encoder__embed_tokens__weight=shared, decoder__embed_tokens__weight=shared.clone())
     load_model(str(folder))
     edit_json(folder / CONFIG, tie_word_embeddings=False)
     with pytest.raises(ModelRefused, match="the weights lack lm_head.weight"):
