@@ -118,7 +118,7 @@ class Compiler:
         if isinstance(found, Compiled):
             return found
         try:
-            raise found.with_traceback(None)  # with it each one kept would hold what it refused, compiled
+            raise found  # here, as its traceback holds what the functions below this one had compiled
         finally:
             del found
 
