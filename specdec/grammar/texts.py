@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from specdec.errors import InvalidRequest
-from specdec.grammar.schemas import check_schema
+from specdec.grammar.schemas import check_schema, name_days
 from specdec.protocol.grammar import Grammar
 
 DEPTH_MAX = 64  # of a JSON schema: the library's own recursion ends at twice that
@@ -50,7 +50,7 @@ def _json(schema: str, allow_whitespace: bool) -> str:
 
 
 def _checked(text: str) -> str:
-    """A JSON schema as it is; raises InvalidRequest."""
+    """A JSON schema as it is, but for dates and times; raises InvalidRequest."""
     if (depth := depth_of(text)) > DEPTH_MAX:
         raise InvalidRequest("grammar.json_schema", f"{depth} levels deep", f"at most {DEPTH_MAX} levels deep")
     try:
@@ -62,7 +62,7 @@ def _checked(text: str) -> str:
     if OPTIONS_KEY in schema:
         raise InvalidRequest("grammar.json_schema", OPTIONS_KEY, "a schema without this word, the library's own")
     check_schema(schema)
-    return text
+    return json.dumps(schema) if name_days(schema) else text
 
 
 def _no_constant(word: str) -> Any:
