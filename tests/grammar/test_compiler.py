@@ -24,7 +24,7 @@ from specdec.grammar.compiler import (
     Compiler,
     give_way,
 )
-from specdec.grammar.jobs import MaskThreads, SessionGrammar
+from specdec.grammar.jobs import FAST_COUNT, MaskThreads, SessionGrammar
 from specdec.grammar.matcher import PathMatcher
 from specdec.protocol.grammar import Grammar
 from specdec.protocol.types import ResolvedSamplingParams, Rule
@@ -139,6 +139,14 @@ def test_a_session_that_ends_holds_nothing_compiled(uncollected: None, grammar: 
     session.close()
     until(lambda: alive() is None)  # once its thread has let go of it
     assert masks is not None
+
+
+def test_all_threads_for_masks_begin_with_the_first() -> None:
+    """Claim: the first masks start every thread that fast masks ever use: a later one would seem to be a leak.
+    Conclusive: threads are counted after one call, which one thread would serve."""
+    before, threads = set(threading.enumerate()), MaskThreads(lambda: FILE)
+    threads.submit(lambda: "", False).result(60)
+    assert len(set(threading.enumerate()) - before) == FAST_COUNT > 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
