@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # one file per core runs at once.
 TIMED := $(addprefix tests/,bench/test_network.py bench/test_placement.py chaos gateway/test_hostile.py \
   metrics/test_page_readers.py \
-  parallel/test_failures.py parallel/test_hung_rank.py ray rpc/test_link.py rpc/test_silence.py \
+  parallel/test_failures.py parallel/test_hung_rank.py ray/test_deployment.py rpc/test_link.py rpc/test_silence.py \
   services/test_engine_watch.py services/test_process_watch.py services/test_stuck_coordinator.py \
   traces/test_shares.py)
 BESIDE := -n auto --maxprocesses 8 --dist loadfile $(addprefix --ignore=,$(TIMED))

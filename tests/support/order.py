@@ -8,11 +8,20 @@ from typing import Any
 from xdist.scheduler import LoadFileScheduling
 
 # Of two workers one has all files of such a folder, which share what is started once: services, ranks, parsed sources.
-SHARING = ("tests/services", "tests/gateway", "tests/parallel", "tests/hygiene")
+SHARING = ("tests/services", "tests/gateway", "tests/metrics", "tests/parallel", "tests/hygiene")
 # Files of few and long tests: they come before all others, so that no worker has one left when the others are done.
 LONG = (
     *SHARING,
-    *(f"tests/{name}" for name in ("fleet", "distill", "simulation", "cli", "traces", "metrics", "policy")),
+    "tests/package",
+    "tests/fleet",
+    "tests/models",
+    "tests/distill",
+    "tests/simulation",
+    "tests/structured",
+    "tests/policy",
+    "tests/native",
+    "tests/cli",
+    "tests/traces",
 )
 SHARING_WORKERS_MAX = 2  # more workers are done sooner with what they share started several times
 
