@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
+# Else each of some hundred processes compiles the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Tests that judge how long something takes, or load the machine on purpose: one at a time, after all others, of which
 # one file per core runs at once.
