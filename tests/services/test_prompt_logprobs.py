@@ -83,37 +83,35 @@ def test_they_are_those_of_transformers(shipped_pair: Services) -> None:
             assert token_id not in top_ids or top_ids.index(token_id) == rank - 1
 
 
-def test_equal_bits_however_a_prompt_is_read() -> None:
+def test_equal_bits_however_a_prompt_is_read(shipped_pair: Services) -> None:
     """Claim: the numbers of a prompt have the same bits, and come once each in order, alone and beside others, with its
     prefix in the cache and not, with every kind of speculation and without, with output and without, with chunks cut by
     other prompts' rows; and the text after it is that of the request without them.
 
-    Conclusive: all are compared exactly; blocks of 16 positions cache most of each prompt, which the statistics of the
-    plain requests show, and 12 requests at once share steps.
+    Conclusive: all are compared exactly; the cache holds most of each prompt, which the statistics of a plain request
+    show, and 12 requests at once share steps.
     """
+    client = shipped_pair.client
     prompts = [(text + " ") * 4 for text in TEXTS]
-    with running(MODELS / "target", MODELS / "draft", threads=1, dtype="float32", block_size=16) as services:
-        client = services.client
-        client.wait_for_draft()
-        fresh = [rows_of(scored(client, prompt, cache_salt=f"{index}")) for index, prompt in enumerate(prompts)]
-        again = [rows_of(scored(client, prompt, cache_salt=f"{index}")) for index, prompt in enumerate(prompts)]
-        assert again == fresh
-        plain = [client.generate(prompt, temperature=0, max_tokens=8) for prompt in prompts]
-        repeated = client.generate(prompts[0], temperature=0, max_tokens=8)
-        assert repeated.finished.statistics.cached_prompt_tokens > len(fresh[0]) // 2
-        shapes = itertools.islice(itertools.cycle(SHAPES.values()), 2 * len(prompts))
-        asked = [(index % len(prompts), shape) for index, shape in enumerate(shapes)]
+    fresh = [rows_of(scored(client, prompt, cache_salt=f"bits {index}")) for index, prompt in enumerate(prompts)]
+    again = [rows_of(scored(client, prompt, cache_salt=f"bits {index}")) for index, prompt in enumerate(prompts)]
+    assert again == fresh
+    plain = [client.generate(prompt, temperature=0, max_tokens=8) for prompt in prompts]
+    repeated = client.generate(prompts[0], temperature=0, max_tokens=8)
+    assert repeated.finished.statistics.cached_prompt_tokens > len(fresh[0]) // 2
+    shapes = itertools.islice(itertools.cycle(SHAPES.values()), 2 * len(prompts))
+    asked = [(index % len(prompts), shape) for index, shape in enumerate(shapes)]
 
-        def run(own: tuple[int, dict[str, Any]]) -> Run:
-            index, shape = own
-            return scored(client, prompts[index], speculative=shape, max_tokens=8)
+    def run(own: tuple[int, dict[str, Any]]) -> Run:
+        index, shape = own
+        return scored(client, prompts[index], speculative=shape, max_tokens=8)
 
-        with ThreadPoolExecutor(len(asked)) as pool:
-            for (index, _), found in zip(asked, pool.map(run, asked)):
-                assert rows_of(found) == fresh[index]
-                assert found.token_ids == plain[index].token_ids and found.text == plain[index].text
-        none = rows_of(scored(client, prompts[0], prompt_logprobs=0))
-        assert none == [(*row[:3], (), ()) for row in fresh[0]]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        for (index, _), found in zip(asked, pool.map(run, asked)):
+            assert rows_of(found) == fresh[index]
+            assert found.token_ids == plain[index].token_ids and found.text == plain[index].text
+    none = rows_of(scored(client, prompts[0], prompt_logprobs=0))
+    assert none == [(*row[:3], (), ()) for row in fresh[0]]
 
 
 def test_what_is_refused_and_what_is_least(table_services: Services) -> None:
