@@ -111,6 +111,12 @@ def test_a_grammar_of_wrong_form_is_refused_by_field(make: Callable[[], Grammar]
         (Grammar(regex="a(?!b)"), "look-ahead"),
         (Grammar(lark='start: "a" b'), 'unknown name: "b"'),
         (Grammar(lark="nothing"), "grammar that can be followed"),
+        (Grammar(lark='start: %json {"type":"object","minProperties":2}'), "minProperties"),
+        (Grammar(lark='start: "%json {" /"/ a // "\na: %json{"$ref":"#"}'), "finite length"),
+        (Grammar(lark='start: %json {"type":"integer"} | %json {"$ref":"#"}'), "finite length"),
+        (Grammar(lark="start: %json " + '{"items":' * DEPTH_MAX + "{}" + "}" * DEPTH_MAX), "64 levels"),
+        (Grammar(lark="start: %json " + "[" * 60_000), "64 levels"),
+        (Grammar(lark='start: %json {"minimum": NaN}'), "grammar that can be followed"),
     ],
     ids=str,
 )
@@ -138,6 +144,11 @@ def test_what_cannot_be_followed_is_refused_in_words(compiler: Compiler, grammar
         (Grammar(regex='a"|b\\n'), ['a"', "b\n"], ["a", "b\\n"]),
         (Grammar(choice=("yes", 'n"o', "é\n", "yes!")), ["yes", 'n"o', "é\n", "yes!"], ["no", "y", "yes!!"]),
         (Grammar(lark='start: "a" B+\nB: /[0-9]/'), ["a1", "a123"], ["a", "b1"]),
+        (
+            Grammar(lark='start: "%json {\\"$ref" /[\\/"]/ // %json {"$ref":"#"}'),
+            ['%json {"$ref"', '%json {"$ref/'],
+            ["{"],
+        ),
         (Grammar(lark='%llguidance {"no_forcing": false}\nstart: "abcd"'), ["abcd"], ["abc"]),
         (schema_of({"type": "object", "minProperties": 1}), ['{"a":1}'], ["{}"]),
         (
