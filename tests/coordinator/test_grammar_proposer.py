@@ -31,7 +31,7 @@ def compiled() -> Compiled:
 
 
 def proposer_of(compiled: Compiled) -> LegalRuns:
-    return LegalRuns(PathMatcher(compiled, (END,), VOCABULARY), len(PROMPT), is_of_use=True)
+    return LegalRuns(PathMatcher(compiled, (END,), VOCABULARY), len(PROMPT))
 
 
 def proposed(compiled: Compiled, proposer: LegalRuns, text: str) -> str:
@@ -69,5 +69,5 @@ def test_an_illegal_text_has_no_proposals(compiled: Compiled) -> None:
     """Claim: a proposer never ends a text: after tokens that are not legal, and where the grammar is slow, it proposes
     nothing, with no error."""
     assert proposed(compiled, proposer_of(compiled), "[") == ""
-    slow = LegalRuns(PathMatcher(compiled, (END,), VOCABULARY), len(PROMPT), is_of_use=False)
+    slow = LegalRuns(None, len(PROMPT))
     assert proposed(compiled, slow, "") == ""
