@@ -114,6 +114,28 @@ def test_equal_bits_however_a_prompt_is_read(shipped_pair: Services) -> None:
     assert none == [(*row[:3], (), ()) for row in fresh[0]]
 
 
+@pytest.mark.parametrize(("length", "max_tokens"), [(300, 4), (300, 0), (1, 0)])
+def test_choices_have_those_of_one_reading(shipped_pair: Services, length: int, max_tokens: int) -> None:
+    """Claim: each choice of a request has the log-probabilities of its single, before its first token, and none but the
+    first scores the prompt: the others find it in the cache. Without output all end at once. Conclusive: compared bit
+    by bit; the target says what it found in its cache, and the prompt is new to it."""
+    client, count = shipped_pair.client, 3
+    prompt = [(5 * index * index + 11 * max_tokens) % 4000 for index in range(length)]
+    asked = {"prompt_logprobs": TOP_COUNT, "max_tokens": max_tokens, "temperature": 1}
+    runs = [Run() for _ in range(count)]
+    for response in client.stub.Generate(client.request(prompt, n=count, seed=5, **asked), timeout=120):
+        event, own = event_of(response), runs[response.choice]
+        assert not (isinstance(event, PromptLogprobs) and own.token_ids)
+        own.take(event)
+    for index, own in enumerate(runs):
+        single = scored(client, prompt, seed=5 + index, **asked)
+        assert (rows_of(own), own.token_ids) == (rows_of(single), single.token_ids)
+        assert own.finished.reason == single.finished.reason
+    block = client.described().target.cache.block_size
+    cached = [own.finished.statistics.cached_prompt_tokens for own in runs]
+    assert cached[0] == 0 and (not max_tokens or min(cached[1:]) > length - block)
+
+
 def test_what_is_refused_and_what_is_least(table_services: Services) -> None:
     """Claim: `max_tokens` 0 without log-probabilities of a prompt, more than 20 likeliest, and 0 with output tokens in
     `resume` are refused by field; a prompt of one token has none and ends at once; with output tokens resumed none are
