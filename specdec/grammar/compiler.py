@@ -105,20 +105,23 @@ class Compiler:
         return made
 
     def _compiled(self, is_short: bool) -> None:
-        """One has been compiled: forgets the oldest ones beyond what is kept; those that are awaited hold text only."""
+        """One has been compiled: forgets the oldest ones beyond what is kept."""
         with self._changing:
             self._waiting_counts[is_short] -= 1
-            for key in [key for key, one in self._kept.items() if one.done()]:
-                if len(self._kept) <= KEPT_COUNT_MAX and sum(self._bytes.values()) <= KEPT_BYTES_MAX:
+            done = [key for key, one in self._kept.items() if one.done()]
+            byte_count = sum(self._bytes[key] for key in done)
+            for index, key in enumerate(done):
+                if len(done) - index <= KEPT_COUNT_MAX and byte_count <= KEPT_BYTES_MAX:
                     break
-                del self._kept[key], self._bytes[key]
+                byte_count -= self._bytes.pop(key)
+                del self._kept[key]
 
     def _compile(self, grammar: Grammar, end_token_ids: tuple[int, ...]) -> Compiled:
         found = self._found(grammar, end_token_ids)
         if isinstance(found, Compiled):
             return found
         try:
-            raise found.with_traceback(None)  # with it each one kept would hold what it refused, compiled
+            raise found  # here, as its traceback holds what the functions below this one had compiled
         finally:
             del found
 

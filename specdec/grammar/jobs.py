@@ -151,5 +151,13 @@ class MaskThreads:
     def submit(self, work: Callable[[], MaskRows | str], is_slow: bool) -> Future[MaskRows | str]:
         """Runs `work` in a thread for fast or for slow masks. One thread of the caller."""
         if is_slow not in self._threads:
-            self._threads[is_slow] = ThreadPoolExecutor(*((1, "slow masks") if is_slow else (FAST_COUNT, "masks")))
+            self._threads[is_slow] = started(*((1, "slow masks") if is_slow else (FAST_COUNT, "masks")))
         return self._threads[is_slow].submit(work)
+
+
+def started(count: int, name: str) -> ThreadPoolExecutor:
+    """Returns threads that have all begun: one that began with the first two masks at once would seem to be a leak."""
+    threads, all_run = ThreadPoolExecutor(count, name), threading.Barrier(count)
+    for _ in range(count):
+        threads.submit(all_run.wait)  # none is free for a second call before
+    return threads

@@ -28,8 +28,8 @@ MaskedSampler = Callable[
 
 
 def with_masks(sampler: MaskedSampler[Payload, Answer]) -> Sampler[Payload, Answer]:
-    """Returns a sampler of payloads of which some have `masks`. It waits for these. Where they cannot be made all tokens
-    count as legal, and who takes the answer drops it: after an error all others of the step would be sampled again."""
+    """Returns a sampler of payloads of which some have `masks`. It waits for these. Where they cannot be made all
+    tokens count as legal, and who takes the answer drops it: after an error all others would be sampled again."""
 
     def sample(payloads: Sequence[Payload], row_counts: Sequence[int], logits: torch.Tensor) -> Sequence[Answer]:
         every = [getattr(payload, "masks", None) for payload in payloads]

@@ -45,7 +45,9 @@ class Target:
     def open(self, session: int, grammar: Grammar | None) -> None:
         """Opens a session, and waits until its grammar is compiled."""
         ends = (END,) if grammar is not None else ()
-        params = ResolvedSamplingParams(Rule.GREEDY, 1, len(PROMPT), temperature=0.0, grammar=grammar, end_token_ids=ends)
+        params = ResolvedSamplingParams(
+            Rule.GREEDY, 1, len(PROMPT), temperature=0.0, grammar=grammar, end_token_ids=ends
+        )
         self.handler.handle(self, [Open(session, 1, params, 100, SIZE)], self.answers.append)
         if grammar is not None:
             self.session(session).grammar.compiling.result(60)
