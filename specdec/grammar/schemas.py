@@ -1,4 +1,5 @@
-"""What the library does not see of a JSON schema: that it has no solution of finite length, or one that it may miss.
+"""What the library does not see of a JSON schema: that it has no solution of finite length, or one that it may miss,
+and which dates and times there are.
 
 The library refuses the words that it does not follow, and schemas that contradict themselves.
 """
@@ -14,6 +15,14 @@ from specdec.errors import InvalidRequest
 NAMED_PARTS = ("properties", "patternProperties", "$defs", "definitions")
 LISTED_PARTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE_PARTS = ("items", "additionalProperties")
+YEAR = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9][0-9]|[1-9][0-9]{3})"  # from 1 on, as readers of dates have it
+LEAP_YEAR = r"(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+LONG_MONTH, SHORT_MONTH = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+DAY = f"(?:{LONG_MONTH}|{SHORT_MONTH}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+DATE = f"(?:{YEAR}-{DAY}|{LEAP_YEAR}-02-29)"
+HOUR = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+TIME = rf"(?:{HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{HOUR})|23:59:60(?:\.[0-9]+)?(?:[Zz]|[+-]00:00))"
+PATTERNS = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}[Tt]{TIME}$"}  # RFC 3339, section 5.6, 5.7
 NESTED = ("array", "object")  # types whose values have parts; others have a value of finite length
 
 
@@ -32,6 +41,19 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
     if not _is_finite(schema, finite):
         endless = next((ref for ref in targets if ref not in finite), "#")
         raise InvalidRequest(field, endless, "a schema with a solution of finite length")
+
+
+def name_days(schema: dict[str, Any]) -> bool:
+    """Adds to each part with a date or a time the pattern of those that there are: the library has a 29th of February
+    in every year, a year 0 and a leap second in every minute. Returns whether there was such a part."""
+    dated = [part for part in parts_of(schema) if part.get("format") in PATTERNS]
+    for part in dated:
+        pattern = PATTERNS[part["format"]]
+        if "pattern" not in part:
+            part["pattern"] = pattern
+        elif isinstance(every := part.setdefault("allOf", []), list):
+            every.append({"pattern": pattern})
+    return bool(dated)
 
 
 def parts_of(schema: Any) -> Iterator[dict[str, Any]]:

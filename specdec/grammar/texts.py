@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdec.errors import InvalidRequest
-from specdec.grammar.schemas import check_schema
+from specdec.grammar.schemas import check_schema, name_days
 from specdec.protocol.grammar import Grammar
 
 DEPTH_MAX = 64  # of a JSON schema: the library's own recursion ends at twice that
@@ -81,7 +81,7 @@ def _json(schema: str, allow_whitespace: bool) -> str:
 
 
 def _checked(text: str) -> str:
-    """A JSON schema as it is; raises InvalidRequest."""
+    """A JSON schema as it is, but for dates and times; raises InvalidRequest."""
     _check_depth("grammar.json_schema", text)
     try:
         schema = json.loads(text, parse_constant=_no_constant)
@@ -92,7 +92,7 @@ def _checked(text: str) -> str:
     if OPTIONS_KEY in schema:
         raise InvalidRequest("grammar.json_schema", OPTIONS_KEY, "a schema without this word, the library's own")
     check_schema(schema, "grammar.json_schema")
-    return text
+    return json.dumps(schema) if name_days(schema) else text
 
 
 def _check_depth(field: str, text: str) -> None:

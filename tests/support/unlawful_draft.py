@@ -1,7 +1,8 @@
 """A real draft whose masks under a grammar are false: it draws illegal tokens only, or end tokens only, wherever there
-are any, and sends them with its distribution as if it had masked. For tests of what a target accepts.
+are any, or masks nothing, and sends its tokens with their distribution as if it had masked. For tests of what a target
+accepts.
 
-Run as `python -m tests.support.unlawful_draft illegal FLAGS`, or `ends FLAGS`, as `specdec draft` is.
+Run as `python -m tests.support.unlawful_draft illegal FLAGS`, `ends FLAGS` or `all FLAGS`, as `specdec draft` is.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ def ends(matcher: PathMatcher, output: Sequence[int], paths: Iterable[Sequence[i
     return MaskRows(row * len(list(paths)))
 
 
+def everything(matcher: PathMatcher, output: Sequence[int], paths: Iterable[Sequence[int]]) -> MaskRows:
+    """Rows of all tokens."""
+    return MaskRows(bytearray(ALL) * (matcher._row_bytes * len(list(paths))))
+
+
 @contextlib.contextmanager
 def lying(lie: str, model: Path, target_model: Path) -> Iterator[str]:
     """Starts such a draft; gives its address, once it serves, and ends it."""
@@ -48,6 +54,6 @@ def lying(lie: str, model: Path, target_model: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    masks: dict[str, Callable[..., MaskRows]] = {"illegal": illegal, "ends": ends}
+    masks: dict[str, Callable[..., MaskRows]] = {"illegal": illegal, "ends": ends, "all": everything}
     PathMatcher.rows_of_paths = masks[sys.argv.pop(1)]
     main("draft")
