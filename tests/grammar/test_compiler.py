@@ -58,7 +58,7 @@ def left(kind: type) -> int:
 
 
 def test_the_latest_grammars_are_kept_within_a_sum_of_bytes(uncollected: None) -> None:
-    """Claim: of compiled grammars the latest are kept, at most so many with limited bytes of text; what is beyond is
+    """Claim: of compiled grammars the latest are kept, at most a number of them and a sum of bytes; what is beyond is
     freed at once. Conclusive: the objects of the process are counted, with no collection of garbage."""
     compiler = Compiler(lambda: FILE)
     before, long = left(Compiled), 40 << 10
