@@ -237,7 +237,8 @@ class Coordinator:
             if index:
                 number, choice = next(self._numbers), self.fleet.again(choice, request)
             own = replace(params, seed=(params.seed + index) & UINT64_MAX)
-            session = self._session(number, own, length_max, choice, prompted, legal_runs[index])
+            scores_prompt = request.scores_prompt and not index
+            session = self._session(number, own, length_max, choice, prompted, legal_runs[index], scores_prompt)
             reason = choice.rule_reason
             started = Started(statistics.request_id, own.seed, choice.rule, len(prompt), output.max_tokens, reason)
             statistics.admitted(request, started, choice)
@@ -255,6 +256,7 @@ class Coordinator:
         choice: Choice,
         prompted: Prompted,
         legal_runs: LegalRuns | None,
+        scores_prompt: bool,
     ) -> Session:
         request, fleet, target = prompted.request, self.fleet, choice.model
         committed = [*prompted.prompt, *request.resumed_token_ids]
@@ -275,7 +277,7 @@ class Coordinator:
             Calibration(fleet.calibration, SESSION_OUTCOMES),
             Proposer.HEADS in choice.proposers,
             legal_runs,
-            int(request.scores_prompt and len(prompted.prompt) > 1),
+            int(scores_prompt and len(prompted.prompt) > 1),
         )
 
     async def describe(

@@ -88,7 +88,7 @@ def test_a_step_does_not_wait_for_late_masks(monkeypatch: pytest.MonkeyPatch) ->
     assert answers[0] == answers[1]
 
 
-def test_a_grammar_that_fails_has_no_other_sampled_again() -> None:
+def test_a_grammar_that_fails_has_no_neighbour_sampled_again() -> None:
     """Claim: the failure of one session's masks is its answer, GRAMMAR, and its neighbours are sampled once.
     Conclusive: a limit of the library is exceeded at the first mask after `a`."""
     target = Target()
