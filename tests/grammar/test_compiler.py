@@ -58,11 +58,7 @@ def left(kind: type) -> int:
 
 
 def test_the_latest_grammars_are_kept_within_a_sum_of_bytes(uncollected: None) -> None:
-<<<<<<< HEAD
-    """Claim: of compiled grammars the latest are kept, within a number and a sum of bytes of text; what is beyond is
-=======
     """Claim: of compiled grammars the latest are kept, at most a number of them and a sum of bytes; what is beyond is
->>>>>>> main
     freed at once. Conclusive: the objects of the process are counted, with no collection of garbage."""
     compiler = Compiler(lambda: FILE)
     before, long = left(Compiled), 40 << 10
@@ -79,13 +75,8 @@ def test_the_latest_grammars_are_kept_within_a_sum_of_bytes(uncollected: None) -
 
 def test_those_that_wait_are_compiled_once_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: grammars that wait to be compiled are not forgotten by the bound of bytes: a text asked for twice is
-<<<<<<< HEAD
-    compiled once. Conclusive: two of many are let through, more bytes wait than are kept, and a second request for
-    each of those gets the first one's."""
-=======
     compiled once. Conclusive: two of many are let through, more bytes wait than are kept, and one who asks for one of
     those gets the first one's."""
->>>>>>> main
     make, gate = Compiled._made, threading.Semaphore(0)
     monkeypatch.setattr(Compiled, "_made", lambda self: gate.acquire() and make(self))
     compiler = Compiler(lambda: FILE)
