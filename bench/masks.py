@@ -157,8 +157,8 @@ async def round_ms(address: str, requests: list[Request]) -> float:
 def rounds_with_and_without(folder: Path, pair_count: int) -> Ratio:
     """Returns the time of a round with a grammar over that without, of eight streams of one row each, in turns."""
     tokens = [*range(300, 300 + PROMPT_LENGTH)]
-    asked = {"max_tokens": ROUND_TOKENS, "temperature": 1.0, "policy": "off"}
-    kinds = {
+    asked: dict[str, Any] = {"max_tokens": ROUND_TOKENS, "temperature": 1.0, "policy": "off"}
+    kinds: dict[bool, dict[str, Any]] = {
         True: {"grammar": {"json_schema": UNENDING}},
         False: {"ignore_eos": True},
     }

@@ -26,12 +26,12 @@ PATTERNS = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}[Tt]
 NESTED = ("array", "object")  # types whose values have parts; others have a value of finite length
 
 
-def check_schema(schema: dict[str, Any]) -> None:
+def check_schema(schema: dict[str, Any], field: str) -> None:
     """Raises InvalidRequest for a schema without a solution of finite length, and for `minProperties` that repeated
-    names could seem to reach. Whether its words make sense is left to the library."""
+    names could seem to reach. Whether its words make sense is left to the library. `field`: that it came in."""
     targets: dict[str, Any] = {}
     for part in parts_of(schema):
-        _check_count(part)
+        _check_count(part, field)
         ref = part.get("$ref")
         if isinstance(ref, str) and ref not in targets:
             targets[ref] = _target(schema, ref)
@@ -40,7 +40,7 @@ def check_schema(schema: dict[str, Any]) -> None:
         finite |= more
     if not _is_finite(schema, finite):
         endless = next((ref for ref in targets if ref not in finite), "#")
-        raise InvalidRequest("grammar.json_schema", endless, "a schema with a solution of finite length")
+        raise InvalidRequest(field, endless, "a schema with a solution of finite length")
 
 
 def name_days(schema: dict[str, Any]) -> bool:
@@ -73,14 +73,14 @@ def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
         waiting += [part[word] for word in SINGLE_PARTS if word in part]
 
 
-def _check_count(part: dict[str, Any]) -> None:
+def _check_count(part: dict[str, Any], field: str) -> None:
     """An object may repeat names that are not its own, and a reader counts them once."""
     least, required = part.get("minProperties"), part.get("required")
     may_repeat = part.get("additionalProperties") is not False or bool(part.get("patternProperties"))
     sure_count = max(1, len(required) if isinstance(required, list) else 0)
     if may_repeat and isinstance(least, (int, float)) and least > sure_count:
         limit = f"at most {sure_count}, 1 or the number of required names, where others than `properties` are allowed"
-        raise InvalidRequest("grammar.json_schema", f"minProperties {least}", limit)
+        raise InvalidRequest(field, f"minProperties {least}", limit)
 
 
 def _target(schema: dict[str, Any], ref: str) -> Any:

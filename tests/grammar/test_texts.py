@@ -87,6 +87,8 @@ def test_dates_are_those_of_the_calendar(accepts: Callable[[Grammar, str], bool]
             for day in (0, 1, 28, 29, 30, 31, 32):
                 text = f"{year:04}-{month:02}-{day:02}"
                 assert accepts(plain, json.dumps(text)) == is_date(text), text
+    within = Grammar(lark=f'start: "on " %json {json.dumps({"format": "date", "type": "string"})} " or later"')
+    assert [accepts(within, f'on "{day}" or later') for day in ("2024-02-29", "2023-02-29")] == [True, False]
     own = schema_of({"type": ["string", "null"], "format": "date", "pattern": "^2"})
     found = [accepts(own, text) for text in ('"2024-02-29"', '"2023-02-29"', '"1996-02-29"', "null")]
     assert found == [True, False, False, True]
@@ -162,6 +164,12 @@ def test_a_grammar_of_wrong_form_is_refused_by_field(make: Callable[[], Grammar]
         (Grammar(regex="a(?!b)"), "look-ahead"),
         (Grammar(lark='start: "a" b'), 'unknown name: "b"'),
         (Grammar(lark="nothing"), "grammar that can be followed"),
+        (Grammar(lark='start: %json {"type":"object","minProperties":2}'), "minProperties"),
+        (Grammar(lark='start: "%json {" /"/ a // "\na: %json{"$ref":"#"}'), "finite length"),
+        (Grammar(lark='start: %json {"type":"integer"} | %json {"$ref":"#"}'), "finite length"),
+        (Grammar(lark="start: %json " + '{"items":' * DEPTH_MAX + "{}" + "}" * DEPTH_MAX), "64 levels"),
+        (Grammar(lark="start: %json " + "[" * 60_000), "64 levels"),
+        (Grammar(lark='start: %json {"minimum": NaN}'), "grammar that can be followed"),
     ],
     ids=str,
 )
@@ -189,6 +197,11 @@ def test_what_cannot_be_followed_is_refused_in_words(compiler: Compiler, grammar
         (Grammar(regex='a"|b\\n'), ['a"', "b\n"], ["a", "b\\n"]),
         (Grammar(choice=("yes", 'n"o', "é\n", "yes!")), ["yes", 'n"o', "é\n", "yes!"], ["no", "y", "yes!!"]),
         (Grammar(lark='start: "a" B+\nB: /[0-9]/'), ["a1", "a123"], ["a", "b1"]),
+        (
+            Grammar(lark='start: "%json {\\"$ref" /[\\/"]/ // %json {"$ref":"#"}'),
+            ['%json {"$ref"', '%json {"$ref/'],
+            ["{"],
+        ),
         (Grammar(lark='%llguidance {"no_forcing": false}\nstart: "abcd"'), ["abcd"], ["abc"]),
         (schema_of({"type": "object", "minProperties": 1}), ['{"a":1}'], ["{}"]),
         (

@@ -22,7 +22,8 @@ from tests.support.services import MODELS, SHAPES, Client, Outcome, Services, fi
 from tests.support.traces import attributes, trace_of, traced
 from tests.support.unlawful_draft import LIES, lying
 
-WAITING = {name: {**SHAPES[name], "draft_wait_ms": 2000} for name in ("chain", "waiting tree", "waiting siblings")}
+# A draft that is late once is not waited for again, since nothing that it sends is of use.
+WAITING = {name: {**SHAPES[name], "draft_wait_ms": 10_000} for name in ("chain", "waiting tree", "waiting siblings")}
 GUESSES = fixed(8, proposers=["PROPOSER_NGRAM", "PROPOSER_GRAMMAR"])
 COLOURS = {"enum": ["red", {"x": "green"}]}
 LIST = {"json_schema": {"type": "array", "items": COLOURS, "minItems": 20, "maxItems": 24}}

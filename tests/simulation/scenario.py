@@ -11,7 +11,7 @@ from tests.simulation.client import Choosing, Order
 from tests.simulation.model import VOCABULARY_SIZE
 
 TOKENS_MIN = 20
-ENCODER_EVERY = 16  # the seed of a first text, which is even, is a multiple of it in one setting of eight
+ENCODER_EVERY = 14  # the seed of a first text, which is even, is a multiple of it in one setting of seven
 CRAMPED_FROM = 0.9  # of all settings the rest: texts of at most five blocks each, in a cache of five to seven
 
 
