@@ -182,6 +182,7 @@ def test_the_draft_is_killed_in_mid_object(services: Services) -> None:
     jsonschema.validate(json.loads(outcome.text), LONG["json_schema"])
 
 
+@pytest.mark.more
 def test_the_target_is_killed_in_mid_object(services: Services) -> None:
     """Claim: SIGKILL of the target in the midst of an object: the text goes on at the one that takes its place as if
     nothing had happened. Conclusive: the text is known, and the statistics tell of the change."""
@@ -228,3 +229,18 @@ def test_refusals_name_field_and_reason(services: Services, case: str) -> None:
     assert field in caught.value.details() and word in caught.value.details()
     assert details(caught.value).code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert services.client.generate(PROMPT, max_tokens=5, temperature=0, grammar={"choice": ["a"]}).text == "a"
+
+
+def test_no_draft_is_asked_for_a_grammar_that_takes_long(services: Services) -> None:
+    """Claim: under a grammar that takes long to compile the draft, which would leave the text, is not asked to compile
+    it: nothing is sent to it. Conclusive: under a short grammar the same request sends to it."""
+    names = " | ".join(f"T{index}" for index in range(1500))
+    wide = f"start: {names}" + "".join(f"\nT{index}: /[a-z]*q{index}[0-9]*/" for index in range(1500))
+    sent = {}
+    for name, grammar in (("short", {"regex": "[a-z]{9}"}), ("long", {"lark": wide})):
+        outcome = services.client.generate(
+            PROMPT, max_tokens=8, temperature=0, grammar=grammar, speculative=SHAPES["chain"]
+        )
+        assert outcome.token_ids
+        sent[name] = outcome.finished.statistics.draft_link_bytes
+    assert sent["short"] > 0 == sent["long"]

@@ -14,9 +14,10 @@ simulated cache (model.py). Nothing here knows gRPC, threads or tensors.
 A seed draws a scenario (scenario.py: rule, texts, policy, speeds, sizes; one to three targets, of two numerics
 profiles, and one to three drafts, of two models) and a plan of faults (faults.py), and decides
 everything else too, so a schedule is its seed. Links do worse than gRPC does: single items are doubled, held back and
-overtaken, because the fences must tolerate it. Three limits, which the protocol need not tolerate: an item
-is never carried past the Close of its session; an Open is doubled at once or not at all, since a replica that dropped a
-session has no record of it; nothing is lost without its connection, except results of a target that owes them.
+overtaken, because the fences must tolerate it. Four limits, which the protocol need not tolerate: an item is never
+carried past the Close of its session; an Open is doubled at once or not at all, since a replica that dropped a session
+has no record of it; the parts of a prompt's log-probabilities keep their order; nothing is lost without its connection,
+except results of a target that owes them.
 
 Checks after every event (world.py, watched.py, moves.py, ledger.py):
 
@@ -25,6 +26,8 @@ Checks after every event (world.py, watched.py, moves.py, ledger.py):
   move and resume; with other numerics those of the target that answered, and the client was told before.
   REJECTION: the tokens that the round's content and the seed must give, computed independently; a round has one
   content, and one answer of equal numerics, however often it is requested; no draw is used twice.
+- Prompts. A quarter of all texts have the log-probabilities of each prompt token, once and in order, from the rows that
+  the cache holds, before the first output token.
 - Offers. A round offers exactly the path that arrived first and agrees with the committed tokens, up to the plan; each
   token is the proposal drawn after its path, with its draft distribution, a guess from known text, or that of the
   target's head for its position after the row of the newest commit. Every node the draft evaluates has its

@@ -727,7 +727,16 @@ SOURCES = (
     Bug("a repetition is taken for text", NgramProposer, "propose", takes_its_runs_for_text),
 )
 
-BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS, *SOURCES, *MOVES)
+PROMPTS = (
+    Bug(
+        "what was scored of a prompt is forgotten",
+        Generation,
+        "_on_prompt_part",
+        keeping("scored_index", lambda generation, item: generation._session),
+    ),
+)
+
+BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS, *SOURCES, *PROMPTS, *MOVES)
 
 # Not a bug: the choice among free cells changes where a node's keys lie, and no value that is read.
 HARMLESS = (Bug("the lowest free cell is taken", DraftSession, "place", instead(placed_lowest)),)

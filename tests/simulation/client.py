@@ -33,7 +33,7 @@ from specdec.protocol.request import GenerationRequest, SamplingParams, Speculat
 from specdec.protocol.session import Session
 from specdec.protocol.suffix_store import STORED_TOKEN_BYTES, SuffixProposer, SuffixStore
 from specdec.protocol.tree_shape import path_count_max
-from specdec.protocol.types import Description, FinishReason, Proposer, ResolvedSamplingParams, Rule
+from specdec.protocol.types import Description, FinishReason, PromptLogprobs, Proposer, ResolvedSamplingParams, Rule
 from tests.simulation.clock import Clock, Loop, Violation
 from tests.simulation.model import FINGERPRINT, VOCABULARY_SIZE
 from tests.simulation.network import SimulatedLink
@@ -69,10 +69,17 @@ class Order:
     proposers: tuple[Proposer, ...] = ()
     prediction: tuple[int, ...] = ()
 
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """A quarter of all texts ask for those of their prompt."""
+        return 2 if self.seed // 2 % 4 == 0 else None
+
     def request(self) -> GenerationRequest:
         """The request as a client sends it."""
         sampling = SamplingParams(
-            temperature=0.0 if self.rule is Rule.GREEDY else 1.0, seed=self.seed if self.rule is Rule.COUPLED else None
+            temperature=0.0 if self.rule is Rule.GREEDY else 1.0,
+            seed=self.seed if self.rule is Rule.COUPLED else None,
+            prompt_logprobs=self.prompt_logprobs,
         )
         return GenerationRequest(
             token_ids=self.prompt, sampling=sampling, speculative=SpeculativePolicy(rule=self.rule)
@@ -87,9 +94,9 @@ class Order:
     def params(self, attempt: int) -> ResolvedSamplingParams:
         """The resolved sampling parameters; without a seed each attempt draws another."""
         seed = hash64(self.seed, Lane.NEXT, attempt, 0) if self.rule is Rule.REJECTION else self.seed
-        return ResolvedSamplingParams(
-            self.rule, seed, len(self.prompt), temperature=0.0 if self.rule is Rule.GREEDY else 1.0
-        )
+        temperature = 0.0 if self.rule is Rule.GREEDY else 1.0
+        more: dict[str, Any] = {"temperature": temperature, "prompt_logprobs": self.prompt_logprobs}
+        return ResolvedSamplingParams(self.rule, seed, len(self.prompt), **more)
 
 
 @dataclass(slots=True)
@@ -206,6 +213,7 @@ class Coordinator:
             proposers=self._proposers(order, committed),
             path_max=path_count_max(choice.model.cache, length_max, policy.draft_length_cap),
             asks_heads=Proposer.HEADS in order.proposers,
+            scored_index=int(order.prompt_logprobs is not None and not output and len(order.prompt) > 1),
         )
         watched = self.watch.on_session(self, session, order)
         request = ObservedStatistics(watched.moves.failed)
@@ -249,6 +257,7 @@ class Client:
     watch: Any
     output: list[int] = field(default_factory=list)
     checked_count: int = 0
+    scored_index: int = 1  # of the prompt token whose log-probabilities come next
     profile: Description | None = None
     attempt: int = 0
     coordinator: Coordinator | None = None
@@ -264,6 +273,7 @@ class Client:
             self.clock.call_later(RETRY_S, self.request)
             return
         self.coordinator = coordinator
+        self.scored_index = 1 if not self.output else self.scored_index
         self.generation = coordinator.generate(self.order, self.output, self.attempt)
         self.profile = self.generation._model  # as `started` says
         self.attempt += 1
@@ -299,6 +309,8 @@ class Client:
             event = generation._undelivered.popleft()
             if isinstance(event, Delta):
                 self._take(event)
+            elif isinstance(event, PromptLogprobs):
+                self._take_scores(event)
             elif isinstance(event, Moved):
                 self._move(event)
             elif isinstance(event, Finished):
@@ -312,8 +324,16 @@ class Client:
     def _take(self, delta: Delta) -> None:
         if delta.first_output_index != len(self.output):
             raise Violation(f"a delta begins at {delta.first_output_index} after {len(self.output)} tokens")
+        if self.order.prompt_logprobs is not None and self.scored_index != len(self.order.prompt):
+            raise Violation(f"a delta comes after {self.scored_index} scores of {len(self.order.prompt)} prompt tokens")
         self.output += delta.token_ids
         self.watch.on_tokens(self)
+
+    def _take_scores(self, found: PromptLogprobs) -> None:
+        if self.output or self.order.prompt_logprobs is None or found.first_index != self.scored_index:
+            raise Violation(f"scores of the prompt from {found.first_index} on, {self.scored_index} are next")
+        self.scored_index = found.end_index
+        self.watch.on_scores(self, found)
 
     def _move(self, moved: Moved) -> None:
         if moved.first_output_index != len(self.output):

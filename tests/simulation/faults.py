@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specdec.coordinator import deadlines
-from specdec.protocol.items import Close, Open, Verification, VerificationResult
+from specdec.protocol.items import Close, Open, PromptPart, Verification, VerificationResult
 from tests.simulation.network import SILENT_S, Carriage, Stream
 from tests.simulation.replica import Process
 
@@ -188,6 +188,8 @@ class Faults:
         rng, pipe = self.rng, stream.requests if is_request else stream.answers
         if fault in OF_AN_ANSWER:
             return self._spoil_answer(fault, item)
+        if isinstance(item, PromptPart) and fault in (Fault.DUPLICATE, Fault.REORDER, Fault.STALE):
+            return None  # see the package docstring for this limit
         late_s = rng.choice((0.0, 0.001, 0.01, 0.05, 0.3))
         if fault is Fault.DUPLICATE:
             late_s = 0.0 if isinstance(item, Open) else late_s  # see the package docstring for this limit

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from specdec.decoding.prompt_logprobs import PromptRows, TargetOutput, TargetWork
 from specdec.decoding.proposal import Proposal, ProposalRequest
-from specdec.decoding.verification import VerificationRequest
 from specdec.protocol.heads import HeadToken
 from specdec.protocol.items import Close, Commit, Extend, Nodes, Open, Verification, VerificationResult
 from specdec.protocol.session import Session
-from specdec.protocol.types import DraftProbs, Proposer, Rule, SamplerOutput, point_mass
+from specdec.protocol.types import DraftProbs, PromptLogprobs, Proposer, Rule, point_mass
 from specdec.target_service import heads as heads_module
 from tests.simulation.client import Client, Order, earlier_text
 from tests.simulation.clock import Violation
@@ -26,6 +26,7 @@ from tests.simulation.model import (
     head_proposals,
     output_at,
     plain_text,
+    prompt_scores,
     proposal_after,
     table_of,
     verification_paths,
@@ -56,6 +57,7 @@ class Ledger:
     reach: dict[tuple, tuple[int, int]] = field(default_factory=dict)
     sent_length: dict[tuple, int] = field(default_factory=dict)
     draws: set[int] = field(default_factory=set)
+    scored_count: int = 0  # prompt tokens whose log-probabilities clients have read
     rounds: dict[tuple[int, int, int], tuple] = field(default_factory=dict)
     evaluated: list[Drawn] = field(default_factory=list)
     unsent: dict[Drawn, tuple[Any, int]] = field(default_factory=dict)
@@ -93,11 +95,16 @@ class Ledger:
         self.live = [watched for watched in self.live if not watched.session.finished]
 
     def sampler(
-        self, table: int, requests: Sequence[VerificationRequest], counts: Sequence[int], rows: CachedRows
-    ) -> list[SamplerOutput]:
+        self, table: int, requests: Sequence[TargetWork], counts: Sequence[int], rows: CachedRows
+    ) -> list[TargetOutput]:
         """The sampler of a target's engine. A round always has one content, and one answer of equal numerics."""
-        results, start = [], 0
+        results: list[TargetOutput] = []
+        start = 0
         for request, count in zip(requests, counts):
+            if isinstance(request, PromptRows):
+                results.append(prompt_scores(table, request, rows[start : start + count]))
+                start += count
+                continue
             paths = cached_paths(rows[start : start + count], verification_paths(request))
             start += count
             found = output_at(table, request, paths)
@@ -116,8 +123,8 @@ class Ledger:
         return results
 
     def read_heads(
-        self, requests: Sequence[VerificationRequest], hidden: Sequence[CachedRows], outputs: Sequence[SamplerOutput]
-    ) -> list[SamplerOutput]:
+        self, requests: Sequence[TargetWork], hidden: Sequence[CachedRows], outputs: Sequence[TargetOutput]
+    ) -> list[TargetOutput]:
         """The heads of a target. The hidden state of a row is the text that the cache holds for it."""
         found = list(outputs)
         for index, row in heads_module.last_rows(requests, outputs).items():
@@ -256,6 +263,16 @@ class Ledger:
         """The true paths of nodes, independent of the session."""
         name = stream, nodes.session, nodes.incarnation, nodes.epoch
         return [self.names[*name, node.node_id] for node in nodes.nodes]
+
+    def on_scores(self, client: Client, found: PromptLogprobs) -> None:
+        """A client has read log-probabilities of its prompt: those of the model, with the numerics it was told of."""
+        prompt, start, end = client.order.prompt, found.first_index, found.end_index
+        asked = PromptRows(start, prompt[start:end], client.order.prompt_logprobs or 0)
+        table = table_of(self.table, client.profile)
+        expected = prompt_scores(table, asked, [prompt[:index] for index in range(start, end)])
+        if found._replace(token_ids=list(found.token_ids)) != expected:
+            raise Violation(f"a client reads of its prompt {found}, not {expected}")
+        self.scored_count += end - start
 
     def on_tokens(self, client: Client) -> None:
         """A client has read tokens: those of plain decoding, with the numerics that it was told of."""

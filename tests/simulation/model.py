@@ -17,12 +17,21 @@ from typing import Any
 
 import torch
 
+from specdec.decoding.prompt_logprobs import PromptRows
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals, HeadToken
 from specdec.protocol.noise import UNIFORM_BITS, Lane, hash64, uniform_bits
-from specdec.protocol.types import CacheSize, Description, DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import (
+    CacheSize,
+    Description,
+    DraftProbs,
+    PromptLogprobs,
+    ResolvedSamplingParams,
+    Rule,
+    SamplerOutput,
+)
 from tests.simulation.clock import Clock, Violation
 from tests.support.plain_noise import gumbel
 
@@ -184,6 +193,19 @@ def round_tokens(table: int, request: VerificationRequest) -> list[int]:
         else:
             bits = uniform_bits(params.seed, Lane.NEXT, request.round_index, len(tokens))
             return [*tokens[len(request.committed) :], drawn(masses, bits)]
+
+
+def prompt_scores(table: int, asked: PromptRows, paths: Sequence[Sequence[int]]) -> PromptLogprobs:
+    """The log-probabilities of prompt tokens, each after its path."""
+    found = PromptLogprobs(asked.first_index, list(asked.token_ids), [], [], [], [])
+    for token, path in zip(found.token_ids, paths, strict=True):
+        weights = weights_of(table, 0, path)
+        logprobs, order = [math.log(weight / sum(weights)) for weight in weights], _ranked(weights, NO_NOISE)
+        found.logprobs.append(logprobs[token])
+        found.ranks.append(1 + order.index(token))
+        found.top_token_ids.extend(order[: asked.top_count])
+        found.top_logprobs.extend(logprobs[own] for own in order[: asked.top_count])
+    return found
 
 
 def heads_after(table: int, path: Sequence[int]) -> tuple[tuple[HeadToken, ...], ...]:

@@ -14,7 +14,7 @@ from typing import Any
 from specdec.coordinator.placement import ALIVE_AFTER_S, ASK_AGAIN_S, LOSS_COUNT_MAX
 from specdec.errors import CacheExhausted, ReplicaUnavailable, SpecdecError
 from specdec.protocol.events import Event, FromDraft, FromTarget, TargetLost
-from specdec.protocol.items import Failure, VerificationResult
+from specdec.protocol.items import Failure, PromptPart, VerificationResult
 from specdec.protocol.report import Statistics
 from specdec.protocol.session import Session
 from specdec.protocol.states import DraftState, Phase
@@ -96,8 +96,13 @@ class Moves:
                 self.refusal_count += 1
             else:
                 self._lose(False)
+        elif isinstance(event.item, PromptPart) and event.item.incarnation == session.target_incarnation:
+            if event.item.logprobs.first_index == session.scored_index:
+                self._heard()
+            else:  # one before it was lost, and soon its connection is
+                self._lose(False)
         elif isinstance(event.item, VerificationResult) and session.expects(event.item):
-            if is_sound(event.item, len(session.in_flight.draft_token_ids)):
+            if is_sound(event.item, len(session.in_flight.draft_token_ids)) and not session.scored_index:
                 self._answered()
             else:
                 self._lose(False)
@@ -125,8 +130,11 @@ class Moves:
     def _answered(self) -> None:
         if self.is_moved:
             self.moved_rounds.add(self.session.round_index)
-        self.losses, self.is_moved = 0, False
         self.rounds += 1
+        self._heard()
+
+    def _heard(self) -> None:
+        self.losses, self.is_moved = 0, False
         self.last_table = self.generation._target.link.process.traits.table
         self.refused.clear()
 

@@ -47,6 +47,7 @@ class Report:
     cache: Counter
     sources: Counter
     moves: Counter
+    scored_count: int = 0  # prompt tokens
 
 
 @contextmanager
@@ -100,6 +101,7 @@ def run(scenario: Scenario, plan: Plan, seed: int, rng: random.Random, transcrip
         world.cache_counts,
         accepted_by_source(world),
         moves_of(world),
+        world.ledger.scored_count,
     )
 
 

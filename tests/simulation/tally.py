@@ -21,6 +21,7 @@ class Tally:
     accepted_count: int = 0
     tree_count: int = 0
     few_faults_count: int = 0
+    scored_count: int = 0
     virtual_s: float = 0.0
     faults: Counter = field(default_factory=Counter)
     cache: Counter = field(default_factory=Counter)
@@ -35,6 +36,7 @@ class Tally:
         self.offered_count += report.offered_count
         self.accepted_count += report.accepted_count
         self.tree_count += report.tree_count
+        self.scored_count += report.scored_count
         self.virtual_s += report.virtual_s
         self.faults += report.faults
         self.cache += report.cache
@@ -58,7 +60,7 @@ class Tally:
         lines = [
             f"{self.count} schedules, {self.token_count} tokens, {self.virtual_s:.0f} virtual seconds",
             f"{self.offered_count} draft tokens offered, {self.accepted_count} accepted; "
-            f"{self.tree_count} rounds accepted tokens of a tree",
+            f"{self.tree_count} rounds accepted tokens of a tree; {self.scored_count} prompt tokens scored",
             "accepted by source: " + ", ".join(f"{name} {count}" for name, count in self.sources.items()),
             "the target's cache: " + ", ".join(f"{name} {count}" for name, count in self.cache.items()),
             "texts and replicas: " + ", ".join(f"{name} {count}" for name, count in self.moves.items()),

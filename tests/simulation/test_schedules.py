@@ -27,6 +27,7 @@ def check_schedules(first: int, count: int) -> Tally:
         tally
     )
     assert tally.offered_count > 3 * count and tally.accepted_count > 1.5 * count, str(tally)
+    assert tally.scored_count > count / 2, str(tally)
     assert tally.tree_count > count and 5_000 * tally.few_faults_count <= count, str(tally)
     return tally
 

@@ -14,6 +14,7 @@ from specdec.protocol.items import (
     MissingTokens,
     Nodes,
     Open,
+    PromptPart,
     Verification,
     VerificationResult,
 )
@@ -38,6 +39,8 @@ def shown(thing: Any) -> str:
         return f"{name} {suffix} window {thing.window} nodes {thing.nodes_per_step}"
     if isinstance(thing, VerificationResult):
         return f"{name} round {thing.round_index} {list(thing.output.recovered_token_ids)}"
+    if isinstance(thing, PromptPart):
+        return f"{name} prompt {thing.logprobs.first_index}+{len(thing.logprobs.token_ids)}"
     if isinstance(thing, Nodes):
         nodes = " ".join(node_shown(node) for node in thing.nodes)
         return f"{name} epoch {thing.epoch} root {thing.root_length}: {nodes}"

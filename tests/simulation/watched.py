@@ -42,6 +42,7 @@ def state_of(session: Session) -> tuple:
         session.draft_state,
         session.draft_incarnation,
         session.target_incarnation,
+        session.scored_index,
         len(session.tree.named),
     )
 
