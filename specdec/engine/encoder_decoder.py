@@ -43,7 +43,8 @@ class SelfAttention(nn.Module):
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """hidden [rows, hidden] -> queries, keys, values [rows, heads, head size]."""
-        return self.qkv(hidden).view(len(hidden), 3, self.head_count, self.head_size).unbind(1)
+        heads: torch.Tensor = self.qkv(hidden).view(len(hidden), 3, self.head_count, self.head_size)
+        return heads.unbind(1)
 
 
 class CrossAttention(nn.Module):
@@ -59,7 +60,8 @@ class CrossAttention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, attention: DecoderAttention, layer: int) -> torch.Tensor:
         queries = self.q(hidden).view(len(hidden), self.head_count, self.head_size)
-        return self.o(attention.attend_to_input(queries, layer, self.rule).view(len(hidden), -1))
+        sums: torch.Tensor = self.o(attention.attend_to_input(queries, layer, self.rule).view(len(hidden), -1))
+        return sums
 
     def write(self, encoded: torch.Tensor, attention: EncoderAttention, layer: int) -> None:
         """Writes the keys and values of the final hidden states of an encoder's rows."""
@@ -104,7 +106,8 @@ class Encoder(Stack):
             queries, keys, values = own.heads(layer.attention_norm(hidden))
             hidden = hidden + own.o(attention.attend(queries, keys, values, own.rule).view(len(ids), -1))
             hidden = layer.feed_forward(hidden)
-        return self.norm(hidden)
+        last: torch.Tensor = self.norm(hidden)
+        return last
 
 
 class Decoder(Stack):
@@ -119,7 +122,8 @@ class Decoder(Stack):
             hidden = hidden + own.o(attention.attend(queries, keys, values, index, own.rule).view(len(ids), -1))
             hidden = hidden + layer.cross(layer.cross_norm(hidden), attention, index)
             hidden = layer.feed_forward(hidden)
-        return self.norm(hidden)
+        last: torch.Tensor = self.norm(hidden)
+        return last
 
 
 class EncoderDecoder(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,12 @@ from specdec.engine.encoder_decoder import EncoderDecoder
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.loading.architectures import architecture_of
 from specdec.engine.loading.config_check import served_positions
-from specdec.engine.loading.encoder_decoder import check_encoder_decoder, encoder_positions, served_pair_positions
+from specdec.engine.loading.encoder_decoder import (
+    check_encoder_decoder,
+    encoder_positions,
+    served_pair_positions,
+    without_warning_of_ties,
+)
 from specdec.engine.loading.fitting import check_weights, class_of, config_of, empty_model
 from specdec.engine.loading.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
 from specdec.engine.retokenizer import Retokenizer
@@ -175,7 +181,7 @@ def read_weights(
     transformers.utils.logging.disable_progress_bar()
     try:
         check_weights(name, empty_model(name, folder, dtype), folder)
-        with refusing(name):
+        with refusing(name), without_warning_of_ties() if folder.has_encoder else nullcontext():
             model, report = class_of(folder).from_pretrained(
                 folder.path,
                 config=config_of(folder),

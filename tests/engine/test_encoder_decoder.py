@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.engine.loading.model import load_model
 from tests.engine.test_model_folder import edit_json
 from tests.support.encoder_decoder_models import KINDS, START, PairReference, make_encoder_decoder
+from tests.support.engine_bench import Bench
 from tests.support.engine_models import Driver, random_tokens
 from tests.support.reference import Reference
 
@@ -166,3 +168,38 @@ def test_models_of_one_stack_are_none(driver_of: Callable[..., Driver], folder_o
     table = decoder.open(30)
     found = decoder.feed(table, token_ids)
     assert (found - Reference(folder_of("llama"), "llama").logits(token_ids)).abs().max() < TOLERANCE
+
+
+def test_an_engine_runs_inputs_longer_than_its_steps(folder_of: Callable[[str], Path]) -> None:
+    """Claim: an engine whose steps have at most 24 rows, and 16 of prompts, warms up, runs inputs of 5 to 61 tokens
+    whole in one step each, in any mix with decodes, and its greedy texts are `generate`'s.
+
+    Conclusive: six sequences at once, one of them preempted in between; the recorded chunks are the proof of wholeness.
+    """
+    bench = Bench(load_model(str(folder_of("t5-gated"))), chunk_size=8, rows_max=24, prompt_rows_max=16)
+    reference, cache = PairReference(folder_of("t5-gated")), bench.engine.cache
+    inputs = [random_tokens(length, 300 + length) for length in (61, 5, 30, 13, 24, 40)]
+    bench.engine.start()
+    assert bench.model.batches == [[(0, 2, 1)]], "the warm-up has an input of one token"
+    try:
+        tables = [cache.open(80, encoder_input=own_input) for own_input in inputs]
+        texts: list[list[int]] = [[] for _ in inputs]
+
+        def submit() -> None:
+            for index, (own_input, table) in enumerate(zip(inputs, tables)):
+                if len(texts[index]) == 3 and index % 2:
+                    cache.free(table)
+                tokens = [*own_input, START, *texts[index]]
+                bench.feed(index, tokens[table.length :], table=table)
+
+        for _ in range(8):
+            for index, (_, choices) in bench.run(submit, len(inputs)).items():
+                texts[index] += choices
+        assert texts == [reference.generate(own_input, 8) for own_input in inputs]
+        begun = [chunk for batch in bench.model.batches[1:] for chunk in batch if chunk[0] == 0]
+        whole = [{len(each), len(each) + 1} for each in inputs] + [{len(each), len(each) + 4} for each in inputs[1::2]]
+        assert len(begun) == len(whole) and all(any(rows in each for each in whole) for _, rows, _ in begun)
+        assert (0, 62, 1) in begun, "with the output's beginning, which is a chunk at most"
+    finally:
+        bench.engine.stop()
+    cache.check_integrity()

@@ -1,4 +1,4 @@
-"""Encoders' inputs in the rows of a step: they run whole, one beyond its share at most, and nobody starves.
+"""Encoders' inputs in the rows of a step: they run whole, one beyond its share at most, and no feed starves.
 
 The plan's reference lists the slots of every row one by one; schedules are those of `test_step_choice.py`.
 """
@@ -121,7 +121,7 @@ arrival_lists = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(sizes=sizes, arrivals=arrival_lists, small_chunks=st.sampled_from([0, 2, 4]))
-def test_inputs_run_whole_and_nobody_starves(
+def test_inputs_run_whole_and_no_feed_starves(
     sizes: tuple[int, int], arrivals: list[tuple[int, int, int, int]], small_chunks: int
 ) -> None:
     """Claim: for all arrivals an input runs in one chunk, in each step the oldest prompt and the oldest decode go on,

@@ -68,6 +68,7 @@ class KernelStack:
     def attend_in(
         self, cache: LayerCache, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule
     ) -> torch.Tensor:
+        """Writes keys and values to the rows' cells of a cache, then attends to it. Raises StepAbandoned."""
         if self.should_abandon is not None and self.should_abandon():
             raise StepAbandoned
         self.kernels.write(cache, self.rows, keys, values)

@@ -230,10 +230,12 @@ class Kernels:
         self._library.sd_tanh(x.data_ptr(), result.data_ptr(), x.numel(), torch.get_num_threads())
         return result
 
-    def rows(self, *, block_count: int, block_size: int, **arrays: numpy.ndarray | None) -> Rows:
+    def rows(
+        self, *, block_count: int, block_size: int, first: numpy.ndarray | None = None, **arrays: numpy.ndarray
+    ) -> Rows:
         """Returns the rows of a step, its `arrays` named as in sd_rows, for caches of these sizes. Raises ValueError if
         an index lies outside them, or outside the rows' own tables."""
-        rows = Rows(block_count=block_count, block_size=block_size, **arrays)
+        rows = Rows(block_count=block_count, block_size=block_size, first=first, **arrays)
         wrong = self._library.sd_check_rows(rows.struct, block_count, block_size)
         if wrong is not None:
             raise ValueError(f"rows for {block_count} blocks of {block_size} positions: {wrong.decode()}")

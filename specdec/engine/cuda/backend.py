@@ -17,7 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.attention import AttentionShape
-from specdec.engine.backend import Compute, StepInput, StepResult, chunk_flags, finite_rows
+from specdec.engine.backend import Compute, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
 from specdec.engine.cuda.attention import DENSE, TREES, AttentionBackend, BlockTables, DeviceMetadata
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
@@ -149,6 +149,7 @@ class DeviceBackend:
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
+        check_inputs(batch, has_encoder=False)
         with self._current():
             if self._graphs is None:
                 self._capture(compute)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,19 @@ from specdec.folders import has_file, read_json, refuse
 
 POSITIONS_DEFAULT = 512  # of an input and of an output each, where config.json has no n_positions: T5's in training
 START, FORCED = "decoder_start_token_id", "forced_bos_token_id"
+
+
+@contextmanager
+def without_warning_of_ties() -> Iterator[None]:
+    """In this context `transformers` does not warn of a folder whose output layer is its own: its class of T5 says that
+    it never is, and published folders of T5 1.1 have one."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def beginning_tokens(folder: Path, config: Mapping[str, Any], size: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from specdec.engine.backend import check_inputs
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 from specdec.engine.loading.config_check import served_positions
 from specdec.engine.loading.fitting import check_weights, empty_model
@@ -179,6 +180,7 @@ class LeaderModel:
 
     def _check(self, batch: RaggedBatch) -> None:
         """Raises ValueError for a batch that cannot be planned or run."""
+        check_inputs(batch, has_encoder=False)
         description = self.description
         for chunk in batch.chunks:
             own = chunk.block_ids[: -(-chunk.cell_end // self._block_size)]

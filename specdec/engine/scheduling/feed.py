@@ -9,7 +9,7 @@ Decodes and verifications come first, prompts fill the rest of a step. Four guar
    half by length, shortest first, so that a short prompt does not wait for long ones.
 4. A step has at most `rows_max` rows. A verification with more rows than prompts leave to it still runs, as the
    only one of its step: its rows cannot be divided. Nor can those of an encoder's input: the oldest prompt's runs whole
-   where it is longer than its share, in place of a chunk, and the other prompts have what it leaves.
+   where it is longer than its share, with a chunk at most of what follows, and the other prompts have what it leaves.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def divide(
     oldest. `prompts`: oldest first."""
     counts = dict.fromkeys(prompts, 0)
     if prompts and prompts[0].input_count > row_count - row_count // 2:
-        counts[prompts[0]] = prompts[0].rows_within(max(row_count, prompts[0].input_count), chunk_size)
+        counts[prompts[0]] = prompts[0].rows_within(max(row_count, prompts[0].input_count + chunk_size), chunk_size)
         row_count = max(0, row_count - counts[prompts[0]])
     shortest_first = sorted(prompts, key=lambda feed: feed.row_count)
     left = 0
