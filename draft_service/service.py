@@ -43,7 +43,7 @@ def make_drafter(
     get_logger().info("vocabulary", relation=relation)
     retokenizer = vocabulary.retokenizer if vocabulary else None
     tokenizer = tokenizer_of(settings.model) if retokenizer is None else lambda: retokenizer.target
-    return Drafter(engine, description, tracing, retokenizer, MaskThreads(tokenizer))
+    return Drafter(engine, description, tracing, retokenizer, MaskThreads(tokenizer, description.device))
 
 
 DRAFT: ReplicaKind[list[ProposalRequest], list[Proposal]] = ReplicaKind(
