@@ -46,7 +46,7 @@ def make_drafter(
     if retokenizer is not None and description.has_encoder:
         raise ConfigError(f"{settings.model} has another tokenizer than its target; an encoder-decoder draft must not")
     tokenizer = tokenizer_of(settings.model) if retokenizer is None else lambda: retokenizer.target
-    return Drafter(engine, description, tracing, retokenizer, MaskThreads(tokenizer))
+    return Drafter(engine, description, tracing, retokenizer, MaskThreads(tokenizer, description.device))
 
 
 DRAFT: ReplicaKind[list[ProposalRequest], list[Proposal]] = ReplicaKind(

@@ -38,7 +38,11 @@ TARGET: ReplicaKind[TargetWork, TargetOutput] = ReplicaKind(
     messages=(target_pb.VerifyRequest, target_pb.VerifyResponse),
     sampler=with_prompt_rows(with_masks(verify)),
     make_service=lambda engine, description, settings, tracing: Verifier(
-        engine, description, settings.enable_prefix_caching, tracing, MaskThreads(tokenizer_of(settings.model))
+        engine,
+        description,
+        settings.enable_prefix_caching,
+        tracing,
+        MaskThreads(tokenizer_of(settings.model), description.device),
     ),
     sample_feed=sample_feed,
     make_hidden_reader=load_head_proposer,

@@ -140,8 +140,11 @@ def dense_scores(logits: Tensor, contexts: Sequence[PathContext]) -> Tensor:
 
 
 def taken(values: Tensor, rows: list[int]) -> Tensor:
-    """Returns those rows, ascending; without a copy if they are all rows."""
-    return values if len(rows) == values.shape[0] else values[sent(rows, values.device)]
+    """Returns those rows, ascending; without a copy if none is left out between them."""
+    if not rows:
+        return values[:0]
+    is_whole = rows[-1] - rows[0] == len(rows) - 1
+    return values[rows[0] : rows[-1] + 1] if is_whole else values[sent(rows, values.device)]
 
 
 def in_row_order(parts: Sequence[tuple[list[int], Tensor]]) -> Tensor:

@@ -1,8 +1,9 @@
-"""The masks of a replica's sessions, made in threads beside the forward passes.
+"""The masks of a replica's sessions.
 
-A session's verification, or its step of a draft tree, may run as soon as its grammar is compiled; its masks are made
-meanwhile. Where they take long they are given up, and made before the session's next step, in a thread of their own,
-so that no other session waits for them.
+A session's verification, or its step of a draft tree, may run as soon as its grammar is compiled. On a device its masks
+are made meanwhile, in threads; on a CPU before the step, whose threads would wait for these, since it uses every core.
+Where they take long they are given up, and made before the session's next step, in a thread of their own, so that no
+other session waits for them.
 """
 
 from __future__ import annotations
@@ -142,14 +143,19 @@ def session_grammar(
 
 class MaskThreads:
     """The grammars of one replica, and the threads in which masks are made. `tokenizer`: tells the file of the target's
-    tokenizer, which is read with the first grammar."""
+    tokenizer, which is read with the first grammar; `device`: of the model."""
 
-    def __init__(self, tokenizer: Callable[[], Path]) -> None:
+    def __init__(self, tokenizer: Callable[[], Path], device: str = "cpu") -> None:
         self.compiler = Compiler(tokenizer)
+        self._is_beside = device != "cpu"
         self._threads: dict[bool, ThreadPoolExecutor] = {}
 
     def submit(self, work: Callable[[], MaskRows | str], is_slow: bool) -> Future[MaskRows | str]:
-        """Runs `work` in a thread for fast or for slow masks. One thread of the caller."""
+        """Runs `work` in a thread for fast or for slow masks, fast ones on a CPU at once. One thread of the caller."""
+        if not is_slow and not self._is_beside:
+            done: Future[MaskRows | str] = Future()
+            done.set_result(work())
+            return done
         if is_slow not in self._threads:
             self._threads[is_slow] = started(*((1, "slow masks") if is_slow else (FAST_COUNT, "masks")))
         return self._threads[is_slow].submit(work)

@@ -144,9 +144,23 @@ def test_a_session_that_ends_holds_nothing_compiled(uncollected: None, grammar: 
 def test_all_threads_for_masks_begin_with_the_first() -> None:
     """Claim: the first masks start every thread that fast masks ever use: a later one would seem to be a leak.
     Conclusive: threads are counted after one call, which one thread would serve."""
-    before, threads = set(threading.enumerate()), MaskThreads(lambda: FILE)
+    before, threads = set(threading.enumerate()), MaskThreads(lambda: FILE, "cuda:0")
     threads.submit(lambda: "", False).result(60)
     assert len(set(threading.enumerate()) - before) == FAST_COUNT > 1
+
+
+def test_fast_masks_on_a_cpu_are_made_by_the_thread_that_asks() -> None:
+    """Claim: on a CPU, where a step's threads take every core, no thread of masks competes with them; slow ones have a
+    thread still, since they would hold up other sessions. Conclusive: the thread is asked which it is."""
+    threads, asked = MaskThreads(lambda: FILE), list[str]()
+
+    def ask() -> str:
+        asked.append(threading.current_thread().name)
+        return ""
+
+    for is_slow in (False, True):
+        threads.submit(ask, is_slow).result(60)
+    assert asked[0] == threading.current_thread().name and asked[1].startswith("slow masks")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
