@@ -166,7 +166,8 @@ def test_forced_tokens_are_counted_and_named(services: Services, receiver: Recei
         counts = told.num_grammar_accepted_tokens, told.num_grammar_draft_tokens
         assert counts[0] == outcome.proposers.count(pb.PROPOSER_GRAMMAR)
         assert len(proposers) > 1 or told.num_draft_tokens == counts[1]
-        assert 0.4 * len(outcome.token_ids) < counts[0] <= counts[1]
+        least = 0.4 * len(outcome.token_ids) if len(proposers) == 1 else 0  # a draft that is ahead leaves it fewer
+        assert least < counts[0] <= counts[1]
         trace = trace_of(receiver, outcome)
         root = attributes(trace.named("Generate")[0])
         names = "specdec.num_grammar_accepted_tokens", "specdec.num_grammar_draft_tokens"
