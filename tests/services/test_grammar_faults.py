@@ -28,7 +28,7 @@ GUESSES = fixed(8, proposers=["PROPOSER_NGRAM", "PROPOSER_GRAMMAR"])
 COLOURS = {"enum": ["red", {"x": "green"}]}
 LIST = {"json_schema": {"type": "array", "items": COLOURS, "minItems": 20, "maxItems": 24}}
 WIDTH, LENGTH_MAX = 4, 330
-MEANWHILE = 10  # tokens that each text has when a target is lost
+MEANWHILE = 2  # tokens that each text has when a target is lost
 KEYS = {
     "type": "object",
     "properties": {f"the_{name}_of_the_house": {"type": "boolean"} for name in ("colour", "street", "number")},
