@@ -18,6 +18,7 @@ from specdec.launch.children import start
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.chaos.fleets import Stream, wait_under_way
 from tests.services.test_grammars import COMMON, LONG, OBJECT, PROMPT, RULES, check_object
+from tests.support.pages import free_address
 from tests.support.services import MODELS, SHAPES, Client, Outcome, Services, fixed
 from tests.support.traces import attributes, trace_of, traced
 from tests.support.unlawful_draft import LIES, lying
@@ -28,7 +29,7 @@ GUESSES = fixed(8, proposers=["PROPOSER_NGRAM", "PROPOSER_GRAMMAR"])
 COLOURS = {"enum": ["red", {"x": "green"}]}
 LIST = {"json_schema": {"type": "array", "items": COLOURS, "minItems": 20, "maxItems": 24}}
 WIDTH, LENGTH_MAX = 4, 330
-MEANWHILE = 10  # tokens that each text has when a target is lost
+MEANWHILE = 2  # tokens that each text has when a target is lost
 KEYS = {
     "type": "object",
     "properties": {f"the_{name}_of_the_house": {"type": "boolean"} for name in ("colour", "street", "number")},
@@ -59,13 +60,18 @@ def liar(request: pytest.FixtureRequest, services: Services) -> Any:
             yield request.param, client
 
 
-def check_lies(lie: str, outcomes: list[Outcome]) -> None:
-    """Draft tokens were offered in each text; none was accepted, but for an end token as the last of a text."""
-    for outcome in outcomes:
-        statistics = outcome.finished.statistics
-        assert statistics.num_model_draft_tokens > 10
-        has_ended = outcome.finished.reason == pb.FINISH_REASON_STOP
-        assert statistics.num_model_accepted_tokens <= (lie == "ends" and has_ended)
+def told(lie: str, client: Client, asks: list[dict[str, Any]]) -> list[Outcome]:
+    """The texts, asked for again until draft tokens were offered in each one: a draft that still reads its prompt is not
+    waited for, and a short text may be over before. None was accepted, but for an end token as the last of a text."""
+    for _ in range(20):
+        outcomes = client.generate_all(asks, len(asks))
+        found = [outcome.finished.statistics for outcome in outcomes]
+        for outcome, statistics in zip(outcomes, found, strict=True):
+            has_ended = outcome.finished.reason == pb.FINISH_REASON_STOP
+            assert statistics.num_model_accepted_tokens <= (lie == "ends" and has_ended)
+        if all(statistics.num_model_draft_tokens > 10 for statistics in found):
+            return outcomes
+    raise AssertionError(f"texts without draft tokens: {[own.num_model_draft_tokens for own in found]}")
 
 
 @pytest.mark.parametrize("grammar", [OBJECT, pytest.param(LONG, marks=pytest.mark.more)], ids=["object", "list"])
@@ -81,9 +87,8 @@ def test_unlawful_draft_tokens_change_no_text(
     expected = services.client.generate(PROMPT, **asked, speculative=SHAPES["off"])
     assert expected.finished.reason == pb.FINISH_REASON_STOP
     jsonschema.validate(json.loads(expected.text), grammar["json_schema"])
-    outcomes = client.generate_all([{"prompt": PROMPT, **asked, "speculative": own} for own in WAITING.values()], 3)
+    outcomes = told(lie, client, [{"prompt": PROMPT, **asked, "speculative": own} for own in WAITING.values()])
     assert all(outcome.comparable == expected.comparable for outcome in outcomes)
-    check_lies(lie, outcomes)
 
 
 def test_unlawful_draft_tokens_leave_drawn_texts_valid(liar: tuple[str, Client]) -> None:
@@ -92,10 +97,9 @@ def test_unlawful_draft_tokens_leave_drawn_texts_valid(liar: tuple[str, Client])
     lie, client = liar
     speculative = {**WAITING["waiting siblings"], "rule": "rejection"}
     ask = {**COMMON, "prompt": PROMPT, "temperature": 1, "speculative": speculative}
-    outcomes = client.generate_all([ask] * 4, width=4)
+    outcomes = told(lie, client, [ask] * 4)
     for outcome in outcomes:
         check_object(outcome)
-    check_lies(lie, outcomes)
     assert sum(own.finished.reason == pb.FINISH_REASON_STOP for own in outcomes) > 2
 
 
@@ -130,25 +134,23 @@ def test_texts_under_a_grammar_are_preempted(services: Services, undisturbed: li
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("how", ["killed", "drained"])
-def test_texts_under_a_grammar_change_targets(how: str, services: Services, undisturbed: list[tuple]) -> None:
-    """Claim: texts under a grammar whose target is killed in the midst of an object, or drained with a grace that is
-    too short, go on at another one, and are those of one target. Conclusive: all are under way at the strike, some say
-    that they changed targets and none ended with an error; compared in full."""
-    own = {"model": str(MODELS / "target"), "port": 0, "threads": 1, "log_level": "error", "drain_grace_s": 0.01}
+def test_texts_under_a_grammar_change_targets(services: Services, undisturbed: list[tuple]) -> None:
+    """Claim: texts under a grammar whose target is killed in the midst of an object go on at another one, and are those
+    of one target. Conclusive: all are under way at the strike, the other target starts after it, each text says that it
+    changed targets and none ended with an error; compared in full."""
+    own = {"model": str(MODELS / "target"), "threads": 1, "log_level": "error"}
+    other = free_address()
     with ExitStack() as stack:
-        targets = [stack.enter_context(start("target", TargetSettings(**own))) for _ in range(2)]
-        addresses = tuple(target.wait_ready() for target in targets)
+        target = stack.enter_context(start("target", TargetSettings(port=0, **own)))
+        addresses = target.wait_ready(), other
         client = stack.enter_context(services.coordinator_with(target=addresses, target_wait_s=60.0))
         streams = [Stream(client, client.request(**asked)) for asked in long_texts()]
         wait_under_way(streams, MEANWHILE)
-        if how == "killed":
-            targets[0].signal(signal.SIGKILL)
-        else:
-            targets[0].request_stop()
+        target.signal(signal.SIGKILL)
+        stack.enter_context(start("target", TargetSettings(port=int(other.rpartition(":")[2]), **own)))
         outcomes = [stream.join().outcome for stream in streams]
         assert not any(stream.error for stream in streams)
-        assert any(stream.statistics.num_target_changes for stream in streams)
+        assert all(stream.statistics.num_target_changes for stream in streams)
     assert [outcome.comparable for outcome in outcomes] == undisturbed
 
 
@@ -166,7 +168,8 @@ def test_forced_tokens_are_counted_and_named(services: Services, receiver: Recei
         counts = told.num_grammar_accepted_tokens, told.num_grammar_draft_tokens
         assert counts[0] == outcome.proposers.count(pb.PROPOSER_GRAMMAR)
         assert len(proposers) > 1 or told.num_draft_tokens == counts[1]
-        assert 0.4 * len(outcome.token_ids) < counts[0] <= counts[1]
+        least = 0.4 * len(outcome.token_ids) if len(proposers) == 1 else 0  # a draft that is ahead leaves it fewer
+        assert least < counts[0] <= counts[1]
         trace = trace_of(receiver, outcome)
         root = attributes(trace.named("Generate")[0])
         names = "specdec.num_grammar_accepted_tokens", "specdec.num_grammar_draft_tokens"

@@ -315,7 +315,7 @@ def test_a_predicted_text_has_a_limit_in_tokens(pair: Services) -> None:
     [
         ({"proposers": [0]}, (), "speculative.proposers[0]"),
         ({"proposers": [99]}, (), "speculative.proposers[0]"),
-        ({"proposers": [1] * 6}, (), "speculative.proposers"),
+        ({"proposers": [1] * 7}, (), "speculative.proposers"),
         (fixed(3, draft_siblings=4), (), "speculative.draft_siblings"),
         ({"draft_siblings": 1}, (), "speculative.draft_siblings"),
         ({}, (1 << 20,), "prediction.token_ids[0]"),

@@ -37,6 +37,9 @@ RULES = [pytest.param(Rule.REJECTION, marks=pytest.mark.more)]
 RULES += [pytest.param(rule, marks=pytest.mark.slow) for rule in (Rule.GREEDY, Rule.COUPLED)]
 
 
+IN_ORDER = (Fault.DUPLICATE, Fault.REORDER, Fault.STALE)  # of which parts of prompts know nothing (`faults`)
+
+
 def scenario_of(rule: Rule) -> Scenario:
     """One text of 20 tokens with a small tree, held for its tokens."""
     order = Order(TABLES[rule], rule, TABLES[rule], (3, 1, 4), 20, 20, FixedPolicy(4, 4, nodes_per_step=2, wait_s=0.02))
@@ -58,5 +61,5 @@ def test_every_fault_at_every_point_keeps_every_property(rule: Rule) -> None:
             report = run(scenario, OneFault(fault, number), 1, random.Random(number))
             assert not report.problem, f"{fault.name} at point {number}, {point}: {report.problem}"
             assert report.token_count == 20
-            if point.startswith(PLACES.get(fault, "")):
+            if point.startswith(PLACES.get(fault, "")) and not (fault in IN_ORDER and "PromptPart" in point):
                 assert report.faults[fault] == 1, f"{fault.name} at point {number}, {point}, had no effect"
