@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.host_copy import is_device, sent
+from specdec.engine.cpu.sampling import kernels_for, mask
 
 WORD_BITS = 32
 # By octet, whose lowest bit is the first token: a CPU looks up eight tokens at once.
@@ -40,7 +41,12 @@ def masked(logits: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
     # logits: [rows, vocabulary]; masks: [rows, words] int32 of the host -> [rows, vocabulary], [rows] bool
     """
     if not is_device(logits.device):
-        return _masked_on_host(logits, masks)
+        native = kernels_for(logits)
+        found, is_empty = mask(native, logits, masks) if native else _masked_on_host(logits, masks)
+        empty = is_empty.nonzero().flatten().tolist()
+        if empty:
+            found[empty] = logits[empty].to(found.dtype)
+        return found, is_empty
     legal = highest(masks, logits.shape[1], logits.device)
     torch.minimum(logits, legal, out=legal)
     is_empty = legal.amax(dim=1, keepdim=True) == -math.inf
@@ -48,16 +54,12 @@ def masked(logits: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _masked_on_host(logits: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
-    """See `masked`. Without the threads of torch: a step waits for these longer than such an operation takes. A minimum
-    costs a third of a masked fill, whose branches follow the bits."""
+    """See `engine.cpu.sampling.mask`. A minimum costs a third of a masked fill, whose branches follow the bits."""
     width = logits.shape[1]
     octets = masks[:, : word_count(width)].contiguous().numpy().view(numpy.uint8)
     legal = HIGHEST.take(octets, axis=0).reshape(len(masks), -1)[:, :width]
     numpy.minimum(logits.numpy(), legal, out=legal)
-    is_empty = legal.max(axis=1) == -math.inf
-    if is_empty.any():
-        legal[is_empty] = logits.numpy()[is_empty]
-    return torch.from_numpy(legal), torch.from_numpy(is_empty)
+    return torch.from_numpy(legal), torch.from_numpy(legal.max(axis=1) == -math.inf)
 
 
 def highest(masks: Tensor, width: int, device: torch.device) -> Tensor:

@@ -131,8 +131,8 @@ def test_the_masks_are_not_trivial() -> None:
 @pytest.mark.parametrize("width", [1, 7, 31, 32, 33, 96, 1000])
 def test_every_bit_is_its_token(width: int) -> None:
     """Claim: a legal token's logit keeps its bits and every other one is -inf, whatever lies beyond the width, by the
-    table of a CPU and by the shifts of a device; rows without a legal token stay, and are told. Conclusive: every bit
-    of random masks against a mask read bit by bit in Python."""
+    kernels of a CPU, by its table and by the shifts of a device; rows without a legal token stay, and are told.
+    Conclusive: every bit of random masks against a mask read bit by bit in Python; rows apart in memory, too."""
     generator = torch.Generator().manual_seed(width)
     logits = torch.randn(20, width, generator=generator)
     shape = (20, word_count(width) + 1)
@@ -142,13 +142,15 @@ def test_every_bit_is_its_token(width: int) -> None:
     wanted = torch.where(torch.tensor(bits), logits, -math.inf)
     is_empty = torch.tensor([not any(row) for row in bits])
     wanted[is_empty] = logits[is_empty]
-    for _ in range(2):
-        found, told = masked(logits, masks)
+    wider = torch.randn(20, width + 5, generator=generator)[:, :width].copy_(logits)
+    for rows in (logits, wider):
+        found, told = masked(rows, masks)
         assert torch.equal(found, wanted) and torch.equal(told, is_empty) and told[3] and not told[4]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(masks_module, "is_device", lambda device: True)
-            found, told = masked(logits, masks)
-            assert torch.equal(found, wanted) and torch.equal(told, is_empty)
+        for name in ("kernels_for", "is_device"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(masks_module, name, lambda _, name=name: name == "is_device")
+                found, told = masked(rows, masks)
+                assert torch.equal(found, wanted) and torch.equal(told, is_empty)
 
 
 ROWS, WIDTH = 6, 3000

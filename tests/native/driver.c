@@ -198,6 +198,13 @@ static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
              threads);
     add_bits(ids, rows * count * 8);
     add_numbers(shares, rows * count, SD_FLOAT32);
+    int64_t word_count = (model->vocabulary_size + 31) / 32;
+    int32_t *masks = memory_of(rows * word_count * 4), *is_empty = memory_of(rows * 4);
+    for (int64_t i = 0; i < rows * word_count; i++) masks[i] = i % 5 ? (int32_t)(0x9E3779B9u * (uint32_t)i) : 0;
+    float *legal = memory_of(rows * model->vocabulary_size * 4);
+    sd_mask(logits, model->vocabulary_size, rows, model->vocabulary_size, masks, word_count, legal, is_empty, threads);
+    add_bits(legal, rows * model->vocabulary_size * 4);
+    add_bits(is_empty, rows * 4);
     char *keys = qkv + attended * item_size(type), *values = keys + one * item_size(type);
     sd_write(&layer->cache, &p->rows, keys, qkv_size, values, qkv_size, threads);
     char *out = memory_of(rows * attended * item_size(type));

@@ -50,13 +50,34 @@ def guess(
     return [ids[place] for place in places], [shares[place] for place in places]
 
 
-def _arguments(logits: Tensor, keys: Sequence[int], temperatures: Sequence[float]) -> tuple[Tensor, tuple[Any, ...]]:
-    """Returns the rows, to be kept during a call, and the call's first arguments. Raises ValueError."""
+def mask(native: Kernels, logits: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the logits with -inf for every token whose bit is not set in its row's mask, in a copy, and which rows
+    have nothing else. logits: see `kernels_for`; masks [rows, words] int32 (decoding/masks.py). Raises ValueError.
+    # [rows, tokens] float32, [rows] bool"""
+    rows, (data, stride, count, size) = _rows(logits)
+    words = masks if masks.stride(-1) == 1 else masks.contiguous()
+    if words.dtype is not torch.int32 or words.dim() != 2 or len(words) != count or words.shape[1] * 32 < size:
+        refuse("masks", f"{masks.dtype} {list(masks.shape)}", f"torch.int32 [{count}, at least {-(-size // 32)}]")
+    found, is_empty = torch.empty(count, size), torch.empty(count, dtype=torch.int32)
+    places = words.data_ptr(), words.stride(0), found.data_ptr(), is_empty.data_ptr()
+    native.library.sd_mask(data, stride, count, size, *places, torch.get_num_threads())
+    assert len(rows) == count, "kept during the call"
+    return found, is_empty.bool()
+
+
+def _rows(logits: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """Returns the rows, to be kept during a call, with their place, stride, number and size. Raises ValueError."""
     if kernels_for(logits) is None:
         refuse("logits", f"{logits.dtype} {list(logits.shape)}", "torch.float32 [rows, tokens] of a CPU, at least one")
     count, size = logits.shape
+    rows = logits if logits.stride(1) == 1 and logits.stride(0) >= size else logits.contiguous()
+    return rows, (rows.data_ptr(), rows.stride(0), count, size)
+
+
+def _arguments(logits: Tensor, keys: Sequence[int], temperatures: Sequence[float]) -> tuple[Tensor, tuple[Any, ...]]:
+    """Returns the rows, to be kept during a call, and the call's first arguments. Raises ValueError."""
+    rows, place = _rows(logits)
+    count = len(rows)
     if not len(keys) == len(temperatures) == count:
         refuse("keys and temperatures", f"{len(keys)} and {len(temperatures)}", f"one for each of {count} rows")
-    rows = logits if logits.stride(1) == 1 and logits.stride(0) >= size else logits.contiguous()
-    arrays = (c_uint64 * count)(*keys), (c_double * count)(*temperatures)
-    return rows, (rows.data_ptr(), rows.stride(0), count, size, *arrays)
+    return rows, (*place, (c_uint64 * count)(*keys), (c_double * count)(*temperatures))

@@ -104,6 +104,11 @@ void sd_guess(const float *x, int64_t stride, int64_t rows, int64_t size, const 
     in_force()->guess(x, stride, rows, size, keys, temperatures, count, ids, shares, threads);
 }
 
+void sd_mask(const float *x, int64_t stride, int64_t rows, int64_t size, const int32_t *masks, int64_t mask_stride,
+             float *y, int32_t *is_empty, int32_t threads) {
+    in_force()->mask(x, stride, rows, size, masks, mask_stride, y, is_empty, threads);
+}
+
 int32_t sd_step(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments, int32_t threads) {
     return in_force()->step(model, rows, arguments, threads);
 }

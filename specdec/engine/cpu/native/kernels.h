@@ -158,6 +158,10 @@ SD_PUBLIC void sd_race(const float *x, int64_t stride, int64_t rows, int64_t siz
 // shares of the softmax of all; id 0 with share 0 where there are fewer.
 SD_PUBLIC void sd_guess(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
                         const double *temperatures, int64_t count, int64_t *ids, float *shares, int32_t threads);
+// The logits of legal tokens: y [rows][size] is x where a token's bit in its row's mask is set (bit i of word w is token
+// 32 w + i), else -infinity. is_empty: of each row, whether all are -infinity.
+SD_PUBLIC void sd_mask(const float *x, int64_t stride, int64_t rows, int64_t size, const int32_t *masks,
+                       int64_t mask_stride, float *y, int32_t *is_empty, int32_t threads);
 // Runs one step; returns SD_*.
 SD_PUBLIC int32_t sd_step(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments,
                           int32_t threads);

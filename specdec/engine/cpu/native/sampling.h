@@ -1,4 +1,4 @@
-// Tokens under the noise of COUPLED: the target's choice, and the guesses of a draft.
+// Tokens under the noise of COUPLED: the target's choice, and the guesses of a draft. And the logits of legal tokens.
 //
 // The target's choice is the perturbed argmax: the token with the largest score s + G of a row. s = (x - largest x) / temperature,
 // and G = -log(-log(u)), u = (h + 1/2) / 2^52 with the noise h of the row's key and the token's id (specdec/decoding/
@@ -185,6 +185,47 @@ static void guess_row(const float *x, int64_t size, uint64_t key, double tempera
         }
     }
     for (int64_t i = 0; i < count; i++) shares[i] = total > 0 ? (float)((double)shares[i] / total) : 0.0f;
+}
+
+typedef struct {
+    const float *x;
+    int64_t stride, rows, size;
+    const int32_t *masks;
+    int64_t mask_stride;
+    float *y;
+    int32_t *is_empty;
+} mask_call;
+
+// Whether any of `count` tokens of one word, at most 32, is left.
+INLINE int32_t mask_word(const float *x, uint32_t word, int64_t count, float *y) {
+    int32_t is_any = 0;
+    for (int64_t j = 0; j < count; j++) {
+        y[j] = word >> j & 1 ? x[j] : -INFINITY;
+        is_any |= y[j] != -INFINITY;
+    }
+    return is_any;
+}
+
+static void mask_program(void *argument, sd_thread thread) {
+    const mask_call *c = argument;
+    int64_t first, end;
+    sd_part(c->rows, thread, &first, &end);
+    for (int64_t r = first; r < end; r++) {
+        const float *x = c->x + r * c->stride;
+        const int32_t *words = c->masks + r * c->mask_stride;
+        float *y = c->y + r * c->size;
+        int32_t is_any = 0;
+        int64_t i = 0;
+        for (; i + 32 <= c->size; i += 32) is_any |= mask_word(x + i, (uint32_t)words[i / 32], 32, y + i);
+        if (i < c->size) is_any |= mask_word(x + i, (uint32_t)words[i / 32], c->size - i, y + i);
+        c->is_empty[r] = !is_any;
+    }
+}
+
+static void mask(const float *x, int64_t stride, int64_t rows, int64_t size, const int32_t *masks, int64_t mask_stride,
+                 float *y, int32_t *is_empty, int32_t threads) {
+    mask_call call = {x, stride, rows, size, masks, mask_stride, y, is_empty};
+    sd_run(mask_program, &call, threads);
 }
 
 static void guess_program(void *argument, sd_thread thread) {

@@ -33,5 +33,6 @@ const sd_kernels TABLE_OF(UNIT) = {
     .argmax = argmax,
     .race = race,
     .guess = guess,
+    .mask = mask,
     .step = step_on,
 };
