@@ -24,6 +24,7 @@ from models.sizes import ENCODER_DECODER_SIZES
 from models.tokenizer import END_TOKEN_ID, SPLITS, load_tokenizer
 from models.train_encoder_decoder import add_run_options, digest_of, learn, plan_of, prepare
 from specdec.distill.texts import LabelledTexts, label
+from specdec.errors import ConfigError
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 FILE_TEXTS = 768
@@ -31,7 +32,9 @@ TRAIN_EVERY = 4  # texts to learn from: so many have one that the target writes
 
 
 def load_model(folder: Path) -> Any:
-    """Returns the model of a folder in float32."""
+    """Returns the model of a folder in float32. Raises ConfigError without one."""
+    if not (folder / "model.safetensors").is_file():
+        raise ConfigError(f"{folder} holds no model.safetensors; name a model folder")
     return T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
 
 
@@ -85,7 +88,7 @@ def labelled_texts(
         log_probs=labels[1],
         lengths=torch.tensor([len(text) for text in outputs], dtype=torch.int32),
         learned_from=zeros,
-        answered_from=zeros,
+        answered_from=zeros.clone(),  # a file has no tensor twice
         temperatures=torch.tensor(temperatures),
     )
 

@@ -134,8 +134,12 @@ def show(found: dict[str, Any], rows: Sequence[dict[str, str]], shown_count: int
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     options = argparse.ArgumentParser(prog="python -m models.evaluate_encoder_decoder", description=__doc__)
-    options.add_argument("--target", type=Path, required=True, help="model folder")
-    options.add_argument("--draft", type=Path, required=True, help="model folder")
+    options.add_argument(
+        "--target", type=Path, default=EMBEDDED_MODELS / "formatting-target", help="model folder (default: shipped)"
+    )
+    options.add_argument(
+        "--draft", type=Path, default=EMBEDDED_MODELS / "formatting-draft", help="model folder (default: shipped)"
+    )
     options.add_argument("--prompts", type=Path, default=PROMPTS_FILE, help="prompts with texts (default: the shipped)")
     options.add_argument("--prompt-count", type=int, default=200, help="at most (default: %(default)s)")
     options.add_argument("--show", type=int, default=0, help="texts to print (default: %(default)s)")

@@ -27,7 +27,7 @@ from specdec.folders import EMBEDDED_MODELS
 CHARACTERS_LEAST, CHARACTERS_MOST = 60, 480  # of a passage on one line: its length is drawn between them
 TOKENS_MAX = 192  # of each side of a pair, without `<|end|>`; longer ones are left out
 PROMPT_COUNT = 200
-PROMPT_LINES_MIN = 4
+PROMPT_LINES_MIN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,14 @@ def read_pairs(data: Path, split: str) -> Pairs:
 
 
 def sample_prompts(files: Sequence[SourceFile], tokenizer: Tokenizer, seed: int) -> list[dict[str, str]]:
-    """Returns passages that are whole statements of a few lines, on one line as `prompt` and as they are as `text`, at
-    most PROMPT_COUNT and none twice."""
+    """Returns passages of whole statements, the first one with a block, on one line as `prompt` and as they are as
+    `text`, at most PROMPT_COUNT and none twice."""
     chance = random.Random(seed)
     found = [
         text
         for file in files
         for text in passages(file.text, chance)
-        if text.count("\n") + 1 >= PROMPT_LINES_MIN and "\n " in text and parses(text)
+        if text.count("\n") + 1 >= PROMPT_LINES_MIN and text.partition("\n")[0].endswith(":") and parses(text)
     ]
     found = [text for text in dict.fromkeys(found) if len(tokenizer.encode(text).ids) <= TOKENS_MAX]
     chosen = chance.sample(found, min(PROMPT_COUNT, len(found)))
