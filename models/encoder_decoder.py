@@ -32,23 +32,23 @@ from specdec.engine.loading.folder_files import write_manifest
 def build_model(size: EncoderDecoderSize, vocabulary_size: int, decoder_layer_count: int) -> Any:
     """Returns a T5 of version 1.1's form (gated GELU), its output layer tied to the embeddings, with fresh weights from
     torch's global generator."""
-    config = T5Config(
-        vocab_size=vocabulary_size,
-        d_model=size.hidden_size,
-        d_kv=size.head_size,
-        d_ff=size.mlp_size,
-        num_layers=size.encoder_layer_count,
-        num_decoder_layers=decoder_layer_count,
-        num_heads=size.head_count,
-        feed_forward_proj="gated-gelu",
-        dropout_rate=0.0,
-        tie_word_embeddings=True,
-        n_positions=TOKENS_MAX + 1,
-        decoder_start_token_id=END_TOKEN_ID,
-        eos_token_id=END_TOKEN_ID,
-        pad_token_id=END_TOKEN_ID,
-    )
-    return T5ForConditionalGeneration(config)
+    values: dict[str, Any] = {
+        "vocab_size": vocabulary_size,
+        "d_model": size.hidden_size,
+        "d_kv": size.head_size,
+        "d_ff": size.mlp_size,
+        "num_layers": size.encoder_layer_count,
+        "num_decoder_layers": decoder_layer_count,
+        "num_heads": size.head_count,
+        "feed_forward_proj": "gated-gelu",
+        "dropout_rate": 0.0,
+        "tie_word_embeddings": True,
+        "n_positions": TOKENS_MAX + 1,  # of an input and of an output
+        "decoder_start_token_id": END_TOKEN_ID,
+        "eos_token_id": END_TOKEN_ID,
+        "pad_token_id": END_TOKEN_ID,
+    }
+    return T5ForConditionalGeneration(T5Config(**values))
 
 
 def build_draft(target: Any, size: EncoderDecoderSize) -> Any:
