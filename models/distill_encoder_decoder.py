@@ -28,7 +28,7 @@ from specdec.errors import ConfigError
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 FILE_TEXTS = 768
-TRAIN_EVERY = 4  # texts to learn from: so many have one that the target writes
+TRAIN_EVERY = 4  # the target writes one text of this number
 
 
 def load_model(folder: Path) -> Any:
