@@ -286,16 +286,19 @@ async def holdings_of_two(stub: pb_grpc.CoordinatorServiceStub, request: pb.Gene
 
 
 def as_json(ways: Sequence[Sequence[tuple[int, Place]]]) -> dict[str, Any]:
-    """The sizes of several ways of one kind, their medians, the functions on at least half of them, and the number of
-    those on all: what other tasks did meanwhile, such as the draft's steps before the first delta, is on some."""
+    """The sizes of several ways of one kind, their medians, the functions on at least half of them, the least and the
+    most calls of each function on any, and the number of functions on all: what other tasks did meanwhile, such as the
+    draft's steps before the first delta, is on some."""
     sizes = [size_of(calls) for calls in ways]
-    counts = Counter(place for calls in ways for place in {place for _, place in calls})
-    usual = sorted(place for place, count in counts.items() if 2 * count >= len(ways))
+    counts = [Counter(f"{place.file}:{place.name}" for _, place in calls) for calls in ways]
+    ways_of = Counter(function for calls in counts for function in calls)
+    called = {function: sorted(calls[function] for calls in counts) for function in sorted(ways_of)}
     return {
         "median": {name: statistics.median(getattr(size, name) for size in sizes) for name in Size._fields},
         "each": [size._asdict() for size in sizes],
-        "on_all": sum(count == len(ways) for count in counts.values()),
-        "functions": [f"{place.file}:{place.name}" for place in usual],
+        "on_all": sum(count == len(ways) for count in ways_of.values()),
+        "functions": [function for function in called if 2 * ways_of[function] >= len(ways)],
+        "calls": {function: (calls[0], calls[-1]) for function, calls in called.items()},
     }
 
 

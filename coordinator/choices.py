@@ -1,7 +1,8 @@
 """The generations of one request, its choices, as one stream of events.
 
-The first one reads the prompt; the others begin when it has its first token: then the prompt is in the cache of its
-target, and each computes at most the prompt's last block again. From there on each is a generation as any other.
+The first one reads the prompt, and tells its log-probabilities for all; the others begin when it has its first token:
+then the prompt is in the cache of its target, and each computes at most the prompt's last block again. From there on
+each is a generation as any other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from specdec.coordinator.generation import Generation
 from specdec.coordinator.output import Ending
 from specdec.errors import SpecdecError
 from specdec.protocol.report import Event, Finished, Started
+from specdec.protocol.types import PromptLogprobs
 
 
 class Choices:
@@ -48,7 +50,7 @@ class Choices:
                 if event is None:
                     continue
                 is_idle = False
-                if others and choice == 0 and not isinstance(event, Started):
+                if others and choice == 0 and not isinstance(event, (Started, PromptLogprobs)):
                     if isinstance(event, SpecdecError):
                         raise event
                     for other in others:
@@ -58,8 +60,9 @@ class Choices:
                     del running[choice]
                 if isinstance(event, SpecdecError):
                     failed = failed or event
-                else:
-                    yield choice, event
+                    continue
+                for own in range(len(self.generations)) if isinstance(event, PromptLogprobs) else (choice,):
+                    yield own, event
             if is_idle:
                 await first.reader.wait()
         if failed is not None:

@@ -90,7 +90,10 @@ class Generation(Placement):
 
     def follow(self, first: Generation) -> None:
         """Begins as a further choice of a request at the target of its first one, which has the prompt in its cache
-        now. It is not new there: if it finds no space it waits as a text under way does."""
+        now. It is not new there: if it finds no space it waits as a text under way does. One without output ends."""
+        if not self._output.max_tokens:
+            self.begin(Ending(FinishReason.LENGTH))
+            return
         self._attach_after(first)
 
     def record(self, recorder: Recorder, deltas: Sequence[Delta]) -> None:

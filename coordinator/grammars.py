@@ -26,17 +26,22 @@ class LegalRuns:
     (LocalProposer) it guesses the tokens of the only text that may follow; the target alone decides how a text is split
     into tokens, so another split is rejected, never forced.
 
-    It never fails a text: where it cannot tell, or takes long, there are no runs.
+    It never fails a text: where it cannot tell, or takes long, there are no runs. `matcher`: None for a grammar that
+    takes long.
     """
 
-    def __init__(self, matcher: PathMatcher, prompt_length: int, is_of_use: bool) -> None:
+    def __init__(self, matcher: PathMatcher | None, prompt_length: int) -> None:
         self._matcher = matcher
         self._prompt_length = prompt_length
-        self._is_of_use = is_of_use
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether there may be guesses."""
+        return self._matcher is not None
 
     def __call__(self, committed: Sequence[int], runs: Sequence[Run]) -> list[Run]:
         """Returns the legal beginnings of the runs, as far as they have one."""
-        counts = [self._asked(self._matcher.legal_count, committed, run.token_ids) or 0 for run in runs]
+        counts = [self._asked(PathMatcher.legal_count, committed, run.token_ids) or 0 for run in runs]
         return [
             run._replace(token_ids=run.token_ids[:count], confidences=run.confidences[:count])
             for run, count in zip(runs, counts)
@@ -45,21 +50,26 @@ class LegalRuns:
 
     def propose(self, committed: Sequence[int]) -> list[Run]:
         """Returns the tokens of the only text that may follow, as one run; none where several may."""
-        found = (self._asked(self._matcher.forced, committed) or ())[:RUN_LENGTH_MAX]
+        found = (self._asked(PathMatcher.forced, committed) or ())[:RUN_LENGTH_MAX]
         return [Run(Proposer.GRAMMAR, found, 0, 0, (CONFIDENCE_MAX,) * len(found))] if found else []
+
+    def close(self) -> None:
+        """The text has ended: drops the matcher, which is megabytes for some grammars."""
+        self._matcher = None
 
     def _asked(self, ask: Callable[..., T], committed: Sequence[int], *more: Sequence[int]) -> T | None:
         """What the matcher says of the output; None where it cannot tell."""
-        if not self._is_of_use:
+        if self._matcher is None:
             return None
         began_s = time.thread_time()
         try:
-            found = ask(committed[self._prompt_length :], *more)
+            found = ask(self._matcher, committed[self._prompt_length :], *more)
         except BaseException as error:  # a panic of the library is no Exception
             get_logger().info("no guesses under a grammar", error=one_line(error))
-            self._is_of_use = False
+            self._matcher = None
             return None
-        self._is_of_use = time.thread_time() - began_s < SLOW_S
+        if time.thread_time() - began_s >= SLOW_S:
+            self._matcher = None
         return found
 
 
@@ -80,13 +90,15 @@ class Grammars:
             return [None] * request.sampling.n
         waiting = asyncio.wrap_future(self._compiler.compile(grammar, target.end_token_ids))
         compiled = await asyncio.shield(waiting)  # another request may wait for it too
-        matchers = [
-            PathMatcher(compiled, target.end_token_ids, target.vocabulary_size) for _ in range(request.sampling.n)
-        ]
         resumed = request.resumed_token_ids
         if resumed:
-            await asyncio.to_thread(check_resumed, matchers[0], resumed[:-1] if has_ended else resumed)
-        return [LegalRuns(matcher, len(prompt), not compiled.is_slow) for matcher in matchers]
+            matcher = PathMatcher(compiled, target.end_token_ids, target.vocabulary_size)
+            await asyncio.to_thread(check_resumed, matcher, resumed[:-1] if has_ended else resumed)
+        model = target.end_token_ids, target.vocabulary_size
+        return [
+            LegalRuns(None if compiled.is_slow else PathMatcher(compiled, *model), len(prompt))
+            for _ in range(request.sampling.n)
+        ]
 
 
 def check_resumed(matcher: PathMatcher, token_ids: Sequence[int]) -> None:

@@ -108,6 +108,7 @@ class Coordinator:
         requests: Sequence[RequestStatistics] = (request,)
         bind(trace_id=request.context.trace_id.hex())
         taken_count = 0
+        legal_runs: Sequence[LegalRuns | None] = ()
         try:
             model = self.fleet.served()
             if model is None:
@@ -120,6 +121,8 @@ class Coordinator:
             legal_runs = await self._grammars.admit(
                 prompted.request, prompted.prompt, model, prompted.ending is not None
             )
+            if not all(own is None or own.is_of_use for own in legal_runs):  # a draft leaves such a text
+                prompted = prompted._replace(request=plain(prompted.request))
             requests = request.choices(count)
             choices, model = self._admit(prompted, legal_runs, model, requests)
             deltas: list[list[Delta]] = [[] for _ in requests]
@@ -145,6 +148,9 @@ class Coordinator:
             raise
         finally:
             self._free_count += taken_count
+            for one in legal_runs:
+                if one is not None:
+                    one.close()
             for own in dict.fromkeys((*requests, request)):
                 own.closed()
             for own in requests:
@@ -181,7 +187,7 @@ class Coordinator:
         InvalidRequest."""
         request = request_from_message(message, target.positions_max)
         if request.sampling.max_tokens == 0:
-            request = replace(request, speculative=replace(request.speculative, enabled=False))
+            request = plain(request)
         prompt = (
             request.token_ids if request.text is None else self._tokenizer.encode(request.text, target.positions_max)
         )
@@ -231,7 +237,8 @@ class Coordinator:
             if index:
                 number, choice = next(self._numbers), self.fleet.again(choice, request)
             own = replace(params, seed=(params.seed + index) & UINT64_MAX)
-            session = self._session(number, own, length_max, choice, prompted, legal_runs[index])
+            scores_prompt = request.scores_prompt and not index
+            session = self._session(number, own, length_max, choice, prompted, legal_runs[index], scores_prompt)
             reason = choice.rule_reason
             started = Started(statistics.request_id, own.seed, choice.rule, len(prompt), output.max_tokens, reason)
             statistics.admitted(request, started, choice)
@@ -249,6 +256,7 @@ class Coordinator:
         choice: Choice,
         prompted: Prompted,
         legal_runs: LegalRuns | None,
+        scores_prompt: bool,
     ) -> Session:
         request, fleet, target = prompted.request, self.fleet, choice.model
         committed = [*prompted.prompt, *request.resumed_token_ids]
@@ -269,7 +277,7 @@ class Coordinator:
             Calibration(fleet.calibration, SESSION_OUTCOMES),
             Proposer.HEADS in choice.proposers,
             legal_runs,
-            int(request.scores_prompt and len(prompted.prompt) > 1),
+            int(scores_prompt and len(prompted.prompt) > 1),
         )
 
     async def describe(
@@ -280,6 +288,11 @@ class Coordinator:
         drafts = fleet.drafts.up()
         reason = "" if drafts else fleet.drafts.absent_reason if self._settings.draft else "none was configured"
         return coordinator_description_to_message(fleet.targets.groups(), fleet.drafts.groups(), reason, self._settings)
+
+
+def plain(request: GenerationRequest) -> GenerationRequest:
+    """Returns the request without speculation."""
+    return replace(request, speculative=replace(request.speculative, enabled=False))
 
 
 async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) -> None:

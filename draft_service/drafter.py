@@ -15,14 +15,14 @@ from typing import TypeAlias
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.token_path import TokenPath
 from specdec.draft_service.pace import Pace
-from specdec.draft_service.session import DraftSession
+from specdec.draft_service.session import DraftSession, give_back_unlikely
 from specdec.draft_service.tracing import draft_span
 from specdec.engine.retokenizer import Reading, Retokenizer
 from specdec.engine.scheduling.feed import Feed, StepTiming
 from specdec.engine.scheduling.runner import StepReport
 from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, GrammarFailed, InvalidRequest, SpecdecError
-from specdec.grammar.jobs import MaskThreads, session_grammar
+from specdec.grammar.jobs import LATE, MaskThreads, session_grammar
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import LIKELIHOOD_MIN, GrowingNode, GrowingTree
 from specdec.protocol.items import Commit, Extend, MissingTokens, Nodes, Open
@@ -135,6 +135,8 @@ class Drafter:
     def close(self, session: DraftSession) -> None:
         """Releases the session's blocks."""
         del self._sessions[session]
+        if session.grammar is not None:
+            session.grammar.close()
         self._unsent.pop(session, None)
         self._growing.pop(session, None)
         self._waiting.discard(session)
@@ -202,7 +204,7 @@ class Drafter:
                 return
             if session.grammar.is_slow:
                 self._growing.pop(session, None)
-                raise GrammarFailed("the masks of this grammar take too long to draft under it")
+                raise GrammarFailed(LATE)
         self._growing[session] = None
 
     def _cell_count(self, item: Open) -> int:
@@ -255,7 +257,7 @@ class Drafter:
             else:
                 del self._growing[session]
         if sum(map(len, chosen.values())) > STEP_NODES_MAX:
-            give_back_unlikely(chosen)
+            give_back_unlikely(chosen, STEP_NODES_MAX)
         feeds += [self._evaluate(session, nodes) for session, nodes in chosen.items() if nodes]
         if not feeds:
             self._send(list(self._unsent))
@@ -330,6 +332,9 @@ class Drafter:
     ) -> None:
         """Adds the proposals of a step to the tree of a session."""
         session.worked_s += timing.ended_s - self._step_began_s
+        if session.grammar is not None and session.grammar.is_slow:
+            self._failed(session, GrammarFailed(LATE))
+            return
         for node, its_names, found in zip(nodes, names, proposals or ()):
             session.grown += session.growth.evaluated(node, its_names, found.guesses, found.draft_probs, node.cell)
         if session.grown:
@@ -387,13 +392,3 @@ class Drafter:
                 session.traced_step_count -= 1
                 span = draft_span(session, nodes, self._step_began_s, now_s, len(sessions))
                 self._tracing.record((span,))
-
-
-def give_back_unlikely(chosen: dict[DraftSession, list[GrowingNode]]) -> None:
-    """Keeps the STEP_NODES_MAX likeliest nodes of all sessions; the others go back to their trees."""
-    ranked = [(session.growth.likelihood(node), session, node) for session, nodes in chosen.items() for node in nodes]
-    ranked.sort(key=lambda entry: -entry[0])
-    for _, session, node in ranked[STEP_NODES_MAX:]:
-        chosen[session].remove(node)
-        if session.nodes_per_step > 1:  # a chain's node stays in its tree
-            session.growth.give_back(node)

@@ -159,3 +159,13 @@ class DraftSession(ReplicaSession):
         nodes = list(self.growth.root.below()) if self.growth.root is not None else []
         assert {node.cell: node for node in nodes if node.cell != NO_CELL} == self.nodes, "nodes have their cells"
         assert all(self.table.length <= cell < self.cell_end for cell in self.nodes), "cells of nodes"
+
+
+def give_back_unlikely(chosen: dict[DraftSession, list[GrowingNode]], count_max: int) -> None:
+    """Keeps the `count_max` likeliest nodes of all sessions; the others go back to their trees."""
+    ranked = [(session.growth.likelihood(node), session, node) for session, nodes in chosen.items() for node in nodes]
+    ranked.sort(key=lambda entry: -entry[0])
+    for _, session, node in ranked[count_max:]:
+        chosen[session].remove(node)
+        if session.nodes_per_step > 1:  # a chain's node stays in its tree
+            session.growth.give_back(node)

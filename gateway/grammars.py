@@ -17,15 +17,6 @@ SCHEMA_BYTES_MAX = 64 << 10  # as the coordinator has it, for a whole grammar
 SCHEMA_DEPTH_MAX = 128  # of lists and objects; the coordinator's limit is in levels of the schema
 CHOICE_COUNT_MAX = 1024
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-COMPACT = {
-    "x-guidance": {
-        "whitespace_flexible": False,
-        "item_separator": ",",
-        "key_separator": ":",
-        "lenient": False,
-        "coerce_one_of": False,
-    }
-}
 
 JsonSchema = Annotated[dict[str, Any] | bool, bounded_json(SCHEMA_BYTES_MAX, SCHEMA_DEPTH_MAX)]
 Text = Annotated[str, Field(max_length=SCHEMA_BYTES_MAX)]

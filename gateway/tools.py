@@ -14,8 +14,9 @@ from pydantic import Field
 
 from specdec.gateway.calls import HERMES_END, LLAMA3_SEPARATOR, MARKS, Format
 from specdec.gateway.errors import HttpError
-from specdec.gateway.grammars import ANY_OBJECT, COMPACT, Text
+from specdec.gateway.grammars import ANY_OBJECT, Text
 from specdec.gateway.strict import NAME_LENGTH_MAX, Strict
+from specdec.grammar.texts import options
 
 
 class Function(Strict):
@@ -88,9 +89,12 @@ def calls_lark(
     finds a mark among the model's special tokens; `is_one`: one call at most; `other`: what else an answer may be, a
     dictionary for JSON of that schema."""
     arguments = "arguments" if format == "hermes" else "parameters"
-    bodies = [object_of({"name": {"const": name}, arguments: schema}) for name, schema in schemas.items()]
-    body = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
-    lines = [f"body: %json {json.dumps(body | COMPACT)}"]
+    lines = ["body: " + " | ".join(f"body_{number}" for number in range(len(schemas)))]
+    for number, (name, schema) in enumerate(schemas.items()):  # each a document of its own, which "#" in it names
+        named = json.dumps(json.dumps(name, ensure_ascii=False))
+        start = f'"{{" "\\"name\\"" ":" {named} "," "\\"{arguments}\\"" ":"'  # the parts that the library has in JSON
+        lines.append(f'body_{number}: {start} arguments_{number} "}}"')
+        lines.append(f"arguments_{number}: %json {json.dumps(schema | options())}")
     more = "" if is_one else {"hermes": r" (/\n?/ call)*", "llama3": f' ("{LLAMA3_SEPARATOR}" call)*'}[format]
     calls = f"call{more}"
     if format == "llama3":
@@ -101,7 +105,7 @@ def calls_lark(
     if other == "nothing":
         return "\n".join([f"start: {calls}", *lines])
     if isinstance(other, dict):
-        return "\n".join([f"start: {calls} | answer", f"answer: %json {json.dumps(other | COMPACT)}", *lines])
+        return "\n".join([f"start: {calls} | answer", f"answer: %json {json.dumps(other | options())}", *lines])
     return "\n".join([*free_text(format, special_id, is_one), *lines])
 
 
@@ -126,8 +130,3 @@ def symbol_of(mark: str, special_id: Callable[[str], int | None]) -> str:
     """Returns a mark in Lark: a special token by its id, or its text."""
     mark_id = special_id(mark)
     return json.dumps(mark) if mark_id is None else f"<[{mark_id}]>"
-
-
-def object_of(members: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of an object of these members, all of them."""
-    return {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}

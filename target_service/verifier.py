@@ -17,7 +17,7 @@ from specdec.engine.interface import tree_paths
 from specdec.engine.scheduling.feed import Feed, StepTiming
 from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import GrammarFailed, InvalidRequest, SpecdecError
-from specdec.grammar.jobs import Masks, MaskThreads, session_grammar
+from specdec.grammar.jobs import Masks, MasksLate, MaskThreads, session_grammar
 from specdec.protocol.items import Extend, MissingTokens, Open, PromptPart, Verification, VerificationResult
 from specdec.protocol.limits import UINT32_MAX, check_token_ids
 from specdec.protocol.rejection import conclude
@@ -99,6 +99,8 @@ class Verifier:
     def close(self, session: TargetSession) -> None:
         """Releases a session's blocks; its pending feed will not run."""
         session.drop_work()
+        if session.grammar is not None:
+            session.grammar.close()
         self._step_delay.left(session)
         self._admission.leave(session)
 
@@ -241,14 +243,29 @@ class Verifier:
         session.timing = timing
         self._feed(session)
 
+    def _is_masked(self, session: TargetSession, work: MaskedRequest, output: SamplerOutput) -> bool:
+        """Whether a verification under a grammar has its masks. If not, it is run again where they were late, else it
+        fails."""
+        try:
+            dead = work.masks.result().dead
+            if dead and conclude(work.params, work, output).last_row in dead:
+                raise GrammarFailed("after the last draft token the grammar cannot be followed any further")
+        except MasksLate:
+            session.feed = None
+            self._engine.cache.truncate(session.table, min(session.table.length, session.reused_max))
+            self._feed(session)
+            return False
+        except GrammarFailed as error:
+            session.fail(error)
+            return False
+        return True
+
     def _answer(self, session: TargetSession, output: SamplerOutput, timing: StepTiming) -> None:
         """Answers the verification of a session."""
         item, work = session.last, session.work
         assert item is not None, "a feed runs for the last verification"
-        if isinstance(work, MaskedRequest) and (dead := work.masks.result().dead):
-            if conclude(work.params, work, output).last_row in dead:
-                session.fail(GrammarFailed("after the last draft token the grammar cannot be followed any further"))
-                return
+        if isinstance(work, MaskedRequest) and not self._is_masked(session, work, output):
+            return
         now_s = session.quiet_since_s = time.perf_counter()
         session.drop_work()
         session.holds(session.fed_length, item.draft_token_ids, item.parents)

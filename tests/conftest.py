@@ -1,17 +1,26 @@
 """Settings of all tests: Hypothesis without a deadline, since one pause of a busy machine would fail an example; and
-the gate's time for tests marked `more`."""
+the gate's time for tests marked `more`; and the order in which workers take files."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.support.order import scheduler_of
+
 settings.register_profile("specdec", deadline=None)
 settings.load_profile("specdec")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None]) -> Any:
+    """Long files come first, and files that share what is started once stay together."""
+    return scheduler_of(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,7 +26,7 @@ from specdec.protocol.grammar import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-KEPT_COUNT_MAX = 64  # compiled grammars: the latest
+KEPT_COUNT_MAX, KEPT_BYTES_MAX = 32, 256 << 10  # compiled grammars, the latest, and their texts: 100 bytes of a byte
 WAITING_COUNT_MAX = 32  # of each thread; a further one is refused
 SHORT_BYTES_MAX = 4 << 10
 NICE = 10  # of the threads that compile
@@ -37,8 +37,8 @@ class Compiled:
     """A grammar compiled for a `tokenizer`. `ends`: the tokens that the library takes for ends of a text. `is_slow`: to
     compile it, or to make its first mask, took long.
 
-    Its matchers share what they learn of the grammar, and a limit that one of them exceeds is exceeded for all: then it
-    is compiled again for those that follow.
+    Its matchers share what they learn of the grammar, and a limit of the lexer that one of them exceeds is exceeded for
+    all: then it is compiled again for those that follow.
     """
 
     def __init__(self, tokenizer: LLTokenizer, lark: str) -> None:
@@ -79,6 +79,7 @@ class Compiler:
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._kept: OrderedDict[bytes, Future[Compiled]] = OrderedDict()
+        self._bytes: dict[bytes, int] = {}  # of the texts of those kept
         self._changing = threading.Lock()  # of what is kept and counted
         self._waiting_counts = {True: 0, False: 0}  # by whether the text is short
         self._threads: dict[bool, ThreadPoolExecutor] = {}
@@ -99,32 +100,44 @@ class Compiler:
             if is_short not in self._threads:
                 self._threads[is_short] = ThreadPoolExecutor(1, "grammar", initializer=give_way)
             made = self._threads[is_short].submit(self._compile, grammar, tuple(end_token_ids))
-            self._kept[key] = made
-            if len(self._kept) > KEPT_COUNT_MAX:
-                self._kept.popitem(last=False)
+            self._kept[key], self._bytes[key] = made, grammar.size
         made.add_done_callback(lambda _: self._compiled(is_short))
         return made
 
     def _compiled(self, is_short: bool) -> None:
+        """One has been compiled: forgets the oldest ones beyond what is kept; those that are awaited hold text only."""
         with self._changing:
             self._waiting_counts[is_short] -= 1
+            for key in [key for key, one in self._kept.items() if one.done()]:
+                if len(self._kept) <= KEPT_COUNT_MAX and sum(self._bytes.values()) <= KEPT_BYTES_MAX:
+                    break
+                del self._kept[key], self._bytes[key]
 
     def _compile(self, grammar: Grammar, end_token_ids: tuple[int, ...]) -> Compiled:
+        found = self._found(grammar, end_token_ids)
+        if isinstance(found, Compiled):
+            return found
+        try:
+            raise found.with_traceback(None)  # with it each one kept would hold what it refused, compiled
+        finally:
+            del found
+
+    def _found(self, grammar: Grammar, end_token_ids: tuple[int, ...]) -> Compiled | SpecdecError:
+        """Returns the compiled grammar, or the error of its text."""
         field, kind = f"grammar.{grammar.kind}", grammar.kind
         text = grammar.json_schema or grammar.regex or grammar.lark or ", ".join(grammar.choice) or "any JSON object"
         try:
             lark = lark_text(grammar)
-            tokenizer = self._loaded(end_token_ids)
-            compiled = Compiled(tokenizer, lark)
-            if compiled.error:
-                raise InvalidRequest(field, text, f"a grammar that can be followed: {said(compiled.error, kind)}")
-            if not compiled.has_texts:
-                raise InvalidRequest(field, text, "a grammar of at least one text, in the model's tokens")
-            return compiled
-        except SpecdecError:
-            raise
+            compiled = Compiled(self._loaded(end_token_ids), lark)
+        except SpecdecError as error:
+            return error
         except BaseException as error:  # a panic of the library is no Exception
-            raise InvalidRequest(field, text, f"a grammar that can be followed: {one_line(error)}") from None
+            return InvalidRequest(field, text, f"a grammar that can be followed: {one_line(error)}")
+        if compiled.error:
+            return InvalidRequest(field, text, f"a grammar that can be followed: {said(compiled.error, kind)}")
+        if not compiled.has_texts:
+            return InvalidRequest(field, text, "a grammar of at least one text, in the model's tokens")
+        return compiled
 
     def _loaded(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:
         """The tokenizer, read once. Raises InvalidRequest for one that the library does not read."""
@@ -144,12 +157,13 @@ def give_way() -> None:
     """Lets the other threads of this machine go before the calling one, where the system has priorities of threads:
     a compilation may take a second, which steps and events must not wait for."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICE)
 
 
 def limits() -> LLParserLimits:
-    """Returns the library's limits of one compilation or mask: fuel is 20 ns or 70 ns a unit, an item 50 ns, a state up
-    to 2 kB."""
+    """Returns the library's limits of one compilation or mask: fuel is 20 ns or 70 ns a unit, an item 50 ns. A state is
+    up to 2 kB; usual schemas make less than 1,000."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -157,7 +171,7 @@ def limits() -> LLParserLimits:
         step_lexer_fuel=200_000,
         step_max_items=50_000,
         max_items_in_row=2_000,
-        max_lexer_states=50_000,
+        max_lexer_states=10_000,
         max_grammar_size=500_000,
         verbose_errors=False,
     )

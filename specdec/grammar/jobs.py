@@ -1,11 +1,13 @@
 """The masks of a replica's sessions, made in threads beside the forward passes.
 
 A session's verification, or its step of a draft tree, may run as soon as its grammar is compiled; its masks are made
-meanwhile. Where they take long they are made first, in a thread of their own, so that no other session waits for them.
+meanwhile. Where they take long they are given up, and made before the session's next step, in a thread of their own,
+so that no other session waits for them.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,14 +15,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from specdec.errors import GrammarFailed, SpecdecError, one_line
+from specdec.errors import GrammarFailed, one_line
 from specdec.grammar.compiler import Compiled, Compiler
-from specdec.grammar.matcher import MaskRows, PathMatcher
+from specdec.grammar.matcher import MaskRows, OutOfTime, PathMatcher
 from specdec.protocol.types import ResolvedSamplingParams
 
 FAST_COUNT = 2  # threads for masks that steps wait for
 SLOW_S = 0.02  # masks of one step, of 8 rows some 0.5 ms, that take longer are made before the next
+LATE = "the masks of this grammar take too long to make beside a step"
 MakeRows = Callable[[PathMatcher], MaskRows]
+
+
+class MasksLate(GrammarFailed):
+    """Masks took longer than a step waits for."""
 
 
 class Masks:
@@ -29,35 +36,41 @@ class Masks:
     def __init__(self, session: SessionGrammar, make: MakeRows) -> None:
         self._session = session
         self._make = make
-        self._rows: Future[MaskRows] | None = None
+        self._rows: Future[MaskRows | str] | None = None
 
     def begin(self, then: Callable[[], object]) -> bool:
-        """Begins to make them; returns whether a step may run that needs them. If not, `then` is called, from another
-        thread, when it is worth asking again. Raises the error of the compilation."""
+        """Begins to make them, once more if they were late; returns whether a step may run that needs them. If not,
+        `then` is called, from another thread, when it is worth asking again. Raises the error of the compilation."""
         session = self._session
         if not session.is_ready(then):
             return False
-        if self._rows is None:
-            self._rows = session.threads.submit(partial(session.run, self._make), session.is_slow)
+        if self._rows is None or (self._rows.done() and self._rows.result() == LATE):
+            work = partial(session.run, self._make, math.inf if session.is_slow else SLOW_S)
+            self._rows = session.threads.submit(work, session.is_slow)
         if session.is_slow and not self._rows.done():
             self._rows.add_done_callback(lambda _: then())
             return False
         return True
 
     def result(self) -> MaskRows:
-        """Returns them; waits for their thread. Raises GrammarFailed."""
+        """Returns them; waits for their thread. Raises MasksLate, where they are worth a second try, GrammarFailed."""
         assert self._rows is not None, "masks are begun before their step"
-        return self._rows.result()
+        found = self._rows.result()
+        if found == LATE:
+            raise MasksLate(found)
+        if isinstance(found, str):
+            raise GrammarFailed(found)
+        return found
 
 
 class SessionGrammar:
-    """The grammar of one session. `compiling`: shared with all sessions of the same text; `is_slow`: its masks are made
-    before the step that needs them."""
+    """The grammar of one session. `compiling`: shared with all sessions of the same text, None once the session has
+    ended; `is_slow`: its masks are made before the step that needs them, or failed."""
 
     def __init__(self, threads: MaskThreads, params: ResolvedSamplingParams, vocabulary_size: int) -> None:
         assert params.grammar is not None
         self.threads = threads
-        self.compiling: Future[Compiled] = threads.compiler.compile(params.grammar, params.end_token_ids)
+        self.compiling: Future[Compiled] | None = threads.compiler.compile(params.grammar, params.end_token_ids)
         self.is_slow = False
         self._params = params
         self._vocabulary_size = vocabulary_size
@@ -67,11 +80,17 @@ class SessionGrammar:
     def is_ready(self, then: Callable[[], object]) -> bool:
         """Whether the grammar is compiled; if not, `then` is called, from another thread, when it is worth asking
         again. Raises the error of the compilation."""
+        assert self.compiling is not None, "the session has not ended"
         if not self.compiling.done():
             self.compiling.add_done_callback(lambda _: then())
             return False
         self.is_slow |= self.compiling.result().is_slow
         return True
+
+    def close(self) -> None:
+        """The session has ended: drops what was compiled, megabytes for some grammars. Its feeds, which refer to
+        themselves, name this until the next collection of garbage."""
+        self.compiling = self._matcher = None
 
     def verification(self, tokens: Sequence[int], draft_token_ids: Sequence[int], parents: Sequence[int]) -> Masks:
         """Returns the masks of a verification: after the committed tokens, and after each draft token."""
@@ -83,21 +102,30 @@ class SessionGrammar:
         output = list(tokens[self._params.prompt_length :])
         return Masks(self, lambda matcher: matcher.rows_of_paths(output, paths))
 
-    def run(self, make: MakeRows) -> MaskRows:
-        """Makes masks, in a thread. Raises GrammarFailed, also for a panic of the library."""
+    def run(self, make: MakeRows, seconds_max: float) -> MaskRows | str:
+        """Makes masks, in a thread; returns why there are none, also for a panic of the library: an error would hold
+        the matcher by its traceback. LATE: it took more processor time than `seconds_max`."""
         with self._working:
+            if (compiling := self.compiling) is None:
+                return "the session has ended"
             try:
-                if self._matcher is None:
-                    ends, size = self._params.end_token_ids, self._vocabulary_size
-                    self._matcher = PathMatcher(self.compiling.result(), ends, size)
+                ends, size = self._params.end_token_ids, self._vocabulary_size
+                matcher = self._matcher or PathMatcher(compiling.result(), ends, size)
                 began_s = time.thread_time()
-                rows = make(self._matcher)
+                matcher.end_s = began_s + seconds_max
+                rows = make(matcher)
+                self._matcher = matcher if self.compiling else None
                 self.is_slow |= time.thread_time() - began_s > SLOW_S
                 return rows
-            except SpecdecError:
-                raise
+            except OutOfTime:
+                self._matcher, self.is_slow = matcher if self.compiling else None, True
+                return LATE
+            except GrammarFailed as error:
+                self.is_slow = True
+                return str(error)
             except BaseException as error:  # a panic of the library is no Exception
-                raise GrammarFailed(f"the grammar cannot be followed any further: {one_line(error)}") from error
+                self.is_slow = True
+                return f"the grammar cannot be followed any further: {one_line(error)}"
 
 
 def session_grammar(
@@ -120,7 +148,7 @@ class MaskThreads:
         self.compiler = Compiler(tokenizer)
         self._threads: dict[bool, ThreadPoolExecutor] = {}
 
-    def submit(self, work: Callable[[], MaskRows], is_slow: bool) -> Future[MaskRows]:
+    def submit(self, work: Callable[[], MaskRows | str], is_slow: bool) -> Future[MaskRows | str]:
         """Runs `work` in a thread for fast or for slow masks. One thread of the caller."""
         if is_slow not in self._threads:
             self._threads[is_slow] = ThreadPoolExecutor(*((1, "slow masks") if is_slow else (FAST_COUNT, "masks")))

@@ -7,6 +7,8 @@ follow.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,11 +18,15 @@ from specdec.grammar.compiler import Compiled
 ALL = b"\xff"
 RENEWALS_MAX = 8  # of one text
 RECENT_COUNT = 8  # of tokens that decide how the text after them is split
-ILLEGAL = "doesn't satisfy the grammar"  # the library's words for an illegal token; its other errors are its limits
+OF_LEXER = "lexer error"  # the library's words for a limit of what the matchers of a grammar share
 
 
-class LimitExceeded(GrammarFailed):
-    """A limit of the library."""
+class LexerExceeded(GrammarFailed):
+    """A limit of the library, of what the matchers of a grammar share."""
+
+
+class OutOfTime(Exception):
+    """Masks are not made by the time that they were given."""
 
 
 class MaskRows(NamedTuple):
@@ -35,7 +41,8 @@ class MaskRows(NamedTuple):
 
 
 class PathMatcher:
-    """The matcher of one text. Not for two threads at once. `end_token_ids`: of the target."""
+    """The matcher of one text. Not for two threads at once. `end_token_ids`: of the target. `end_s`: processor time of
+    the calling thread after which no further row is begun, but OutOfTime raised."""
 
     def __init__(self, compiled: Compiled, end_token_ids: Sequence[int], vocabulary_size: int) -> None:
         self._compiled = compiled
@@ -43,6 +50,7 @@ class PathMatcher:
         self._never = self._ends | {token_id for token_id in compiled.ends if token_id < vocabulary_size}
         self._row_bytes = 4 * -(-vocabulary_size // 32)
         self._renewal_count = 0
+        self.end_s = math.inf
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -105,13 +113,16 @@ class PathMatcher:
         return tuple(self._compiled.tokenizer.tokenize_partial(text, list(output[-RECENT_COUNT:]))[0]) if text else ()
 
     def _row_after(self, output: Sequence[int], path: Sequence[int]) -> bytearray:
-        """Returns the legal tokens after a path. Where a limit of the library is exceeded, by what other matchers of
-        the grammar or other paths have taken, it is tried once with a new one. Raises GrammarFailed."""
+        """Returns the legal tokens after a path. Where a limit of the lexer is exceeded, by what other matchers of the
+        grammar or other paths have taken, it is tried once with a new one. Raises GrammarFailed,
+        OutOfTime."""
+        if time.thread_time() > self.end_s:
+            raise OutOfTime
         first = self._first
         try:
             self._walk(output, path)
             return self._row()
-        except LimitExceeded:
+        except LexerExceeded:
             if self._renewal_count == RENEWALS_MAX:
                 raise
             self._renewal_count += 1
@@ -168,7 +179,7 @@ class PathMatcher:
         if not self._matcher.is_error():
             return
         message = self._matcher.get_error().replace("<non-verbose/>", "")
-        kind = GrammarFailed if ILLEGAL in message else LimitExceeded
+        kind = LexerExceeded if OF_LEXER in message else GrammarFailed
         self._begin_anew()
         raise kind(f"the grammar cannot be followed any further: {one_line(SpecdecError(message))}")
 

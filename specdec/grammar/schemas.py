@@ -1,4 +1,5 @@
-"""What the library does not see of a JSON schema: that it has no solution of finite length, or one that it may miss.
+"""What the library does not see of a JSON schema: that it has no solution of finite length, or one that it may miss,
+and which dates and times there are.
 
 The library refuses the words that it does not follow, and schemas that contradict themselves.
 """
@@ -14,15 +15,23 @@ from specdec.errors import InvalidRequest
 NAMED_PARTS = ("properties", "patternProperties", "$defs", "definitions")
 LISTED_PARTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE_PARTS = ("items", "additionalProperties")
+YEAR = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9][0-9]|[1-9][0-9]{3})"  # from 1 on, as readers of dates have it
+LEAP_YEAR = r"(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+LONG_MONTH, SHORT_MONTH = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+DAY = f"(?:{LONG_MONTH}|{SHORT_MONTH}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+DATE = f"(?:{YEAR}-{DAY}|{LEAP_YEAR}-02-29)"
+HOUR = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+TIME = rf"(?:{HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{HOUR})|23:59:60(?:\.[0-9]+)?(?:[Zz]|[+-]00:00))"
+PATTERNS = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}[Tt]{TIME}$"}  # RFC 3339, section 5.6, 5.7
 NESTED = ("array", "object")  # types whose values have parts; others have a value of finite length
 
 
-def check_schema(schema: dict[str, Any]) -> None:
+def check_schema(schema: dict[str, Any], field: str) -> None:
     """Raises InvalidRequest for a schema without a solution of finite length, and for `minProperties` that repeated
-    names could seem to reach. Whether its words make sense is left to the library."""
+    names could seem to reach. Whether its words make sense is left to the library. `field`: that it came in."""
     targets: dict[str, Any] = {}
     for part in parts_of(schema):
-        _check_count(part)
+        _check_count(part, field)
         ref = part.get("$ref")
         if isinstance(ref, str) and ref not in targets:
             targets[ref] = _target(schema, ref)
@@ -31,7 +40,20 @@ def check_schema(schema: dict[str, Any]) -> None:
         finite |= more
     if not _is_finite(schema, finite):
         endless = next((ref for ref in targets if ref not in finite), "#")
-        raise InvalidRequest("grammar.json_schema", endless, "a schema with a solution of finite length")
+        raise InvalidRequest(field, endless, "a schema with a solution of finite length")
+
+
+def name_days(schema: dict[str, Any]) -> bool:
+    """Adds to each part with a date or a time the pattern of those that there are: the library has a 29th of February
+    in every year, a year 0 and a leap second in every minute. Returns whether there was such a part."""
+    dated = [part for part in parts_of(schema) if part.get("format") in PATTERNS]
+    for part in dated:
+        pattern = PATTERNS[part["format"]]
+        if "pattern" not in part:
+            part["pattern"] = pattern
+        elif isinstance(every := part.setdefault("allOf", []), list):
+            every.append({"pattern": pattern})
+    return bool(dated)
 
 
 def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
@@ -51,14 +73,14 @@ def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
         waiting += [part[word] for word in SINGLE_PARTS if word in part]
 
 
-def _check_count(part: dict[str, Any]) -> None:
+def _check_count(part: dict[str, Any], field: str) -> None:
     """An object may repeat names that are not its own, and a reader counts them once."""
     least, required = part.get("minProperties"), part.get("required")
     may_repeat = part.get("additionalProperties") is not False or bool(part.get("patternProperties"))
     sure_count = max(1, len(required) if isinstance(required, list) else 0)
     if may_repeat and isinstance(least, (int, float)) and least > sure_count:
         limit = f"at most {sure_count}, 1 or the number of required names, where others than `properties` are allowed"
-        raise InvalidRequest("grammar.json_schema", f"minProperties {least}", limit)
+        raise InvalidRequest(field, f"minProperties {least}", limit)
 
 
 def _target(schema: dict[str, Any], ref: str) -> Any:

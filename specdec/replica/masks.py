@@ -14,7 +14,7 @@ from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.scheduling.feed import Answer, Payload
 from specdec.engine.scheduling.runner import Sampler
 from specdec.engine.scheduling.scheduler import Engine
-from specdec.errors import ReplicaUnavailable
+from specdec.errors import GrammarFailed, ReplicaUnavailable
 from specdec.grammar.jobs import Masks
 
 ALL = -1  # a word of legal tokens
@@ -28,8 +28,8 @@ MaskedSampler = Callable[
 
 
 def with_masks(sampler: MaskedSampler[Payload, Answer]) -> Sampler[Payload, Answer]:
-    """Returns a sampler of payloads of which some have `masks`. It waits for these, and raises GrammarFailed where one
-    cannot be made."""
+    """Returns a sampler of payloads of which some have `masks`. It waits for these. Where they cannot be made all tokens
+    count as legal, and who takes the answer drops it: after an error all others of the step would be sampled again."""
 
     def sample(payloads: Sequence[Payload], row_counts: Sequence[int], logits: torch.Tensor) -> Sequence[Answer]:
         every = [getattr(payload, "masks", None) for payload in payloads]
@@ -44,8 +44,9 @@ def together(every: Sequence[Masks | None], row_counts: Sequence[int], vocabular
     rows = torch.full((sum(row_counts), -(-vocabulary_size // 32)), ALL, dtype=torch.int32)
     for own, part in zip(every, rows.split(list(row_counts))):
         if own is not None:
-            found = torch.frombuffer(own.result().bits, dtype=torch.int32).view(len(part), -1)
-            part[:, : found.shape[1]] = found[:, : part.shape[1]]
+            with suppress(GrammarFailed):
+                found = torch.frombuffer(own.result().bits, dtype=torch.int32).view(len(part), -1)
+                part[:, : found.shape[1]] = found[:, : part.shape[1]]
     return rows
 
 

@@ -6,12 +6,14 @@ import json
 
 import pytest
 
+from specdec.client.request import make_request
 from specdec.coordinator.grammars import LegalRuns
 from specdec.folders import EMBEDDED_MODELS
 from specdec.grammar.compiler import Compiled, Compiler
 from specdec.grammar.matcher import PathMatcher
 from specdec.protocol.grammar import Grammar
 from specdec.protocol.types import Proposer
+from specdec.rpc.convert_generate import request_from_message
 
 END, VOCABULARY = 0, 4096
 PROMPT = [7, 8, 9]
@@ -31,7 +33,7 @@ def compiled() -> Compiled:
 
 
 def proposer_of(compiled: Compiled) -> LegalRuns:
-    return LegalRuns(PathMatcher(compiled, (END,), VOCABULARY), len(PROMPT), is_of_use=True)
+    return LegalRuns(PathMatcher(compiled, (END,), VOCABULARY), len(PROMPT))
 
 
 def proposed(compiled: Compiled, proposer: LegalRuns, text: str) -> str:
@@ -69,5 +71,12 @@ def test_an_illegal_text_has_no_proposals(compiled: Compiled) -> None:
     """Claim: a proposer never ends a text: after tokens that are not legal, and where the grammar is slow, it proposes
     nothing, with no error."""
     assert proposed(compiled, proposer_of(compiled), "[") == ""
-    slow = LegalRuns(PathMatcher(compiled, (END,), VOCABULARY), len(PROMPT), is_of_use=False)
+    slow = LegalRuns(None, len(PROMPT))
     assert proposed(compiled, slow, "") == ""
+
+
+def test_a_request_may_name_every_proposer() -> None:
+    """Claim: the limit of `speculative.proposers` is their number. Conclusive: each is named once, the grammar too."""
+    every = tuple(own for own in Proposer if own is not Proposer.NONE)
+    message = make_request([1], proposers=[f"PROPOSER_{own.name}" for own in every])
+    assert request_from_message(message, 100).speculative.proposers == every

@@ -27,6 +27,20 @@ MODELS += [("target", "float32", 2, True), ("target", "bfloat16", 2, True), ("gp
 # Without kernels rows are computed one at a time.
 MODELS += [(name, dtype, 1, False) for name in ("llama", "gemma2") for dtype in ("float32", "bfloat16")]
 MODELS += [("gpt2", "float16", 1, False), ("cohere", "float32", 2, False)]
+# Of each kind, type and number of threads one; the others run with the longer tests.
+USUAL = {
+    ("target", "float32", 1, True),
+    ("target", "bfloat16", 2, True),
+    ("draft", "bfloat16", 1, True),
+    ("odd", "float32", 1, True),
+    ("gpt2", "float32", 2, True),
+    ("gemma2", "float16", 1, True),
+    ("gemma3-wide", "float32", 1, True),
+    ("gpt_neox", "bfloat16", 1, True),
+    ("llama", "bfloat16", 1, False),
+    ("cohere", "float32", 2, False),
+}
+CASES = [pytest.param(own, id="-".join(map(str, own)), marks=[pytest.mark.more] * (own not in USUAL)) for own in MODELS]
 
 
 class Case:
@@ -52,7 +66,7 @@ class Case:
         assert torch.equal(logits, self.reference[start : start + len(logits)]), f"rows from {start} on differ"
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda model: "-".join(map(str, model)))
+@pytest.fixture(scope="module", params=CASES)
 def shared_case(request: pytest.FixtureRequest, driver_of: Callable[..., Driver]) -> Case:
     name, dtype, threads, with_kernels = request.param
     torch.set_num_threads(threads)

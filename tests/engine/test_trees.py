@@ -17,7 +17,14 @@ from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.device_models import load_on_device
-from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens, without_kernels
+from tests.support.engine_models import (
+    ARCHITECTURES,
+    make_tiny_model,
+    model_class,
+    random_tokens,
+    with_each,
+    without_kernels,
+)
 
 TOLERANCE = 2e-4
 BLOCK_SIZE = 16
@@ -58,8 +65,9 @@ class Tree:
         return [*self.prompt, *(self.tokens[own] for own in self.path(node))]
 
 
-@pytest.mark.parametrize("place", ["cpu", "no kernels", "device", "graphs"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "place"), [*with_each(["cpu"], ARCHITECTURES), *with_each(["no kernels", "device", "graphs"])]
+)
 def test_every_row_of_a_tree_is_the_model_on_its_path(architecture: str, place: str, tmp_path: Path) -> None:
     """Claim: rows in any cells, level by level, of two sequences in one step, see their ancestors and nothing else:
     their logits are those of `transformers` on the whole path. A window hides by position, not by cell. Blocks lie one

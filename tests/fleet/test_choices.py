@@ -14,7 +14,7 @@ from tests.support.services import Outcome
 TOKENS, COUNT = 3000, 3
 
 
-@pytest.mark.lengthy
+@pytest.mark.more
 def test_choices_outlive_their_target(tmp_path: Path) -> None:
     """Claim: when the target of three choices is killed in their midst each goes on at another one by itself: no error,
     and every choice is its single request.

@@ -82,6 +82,7 @@ def test_other_counts_are_refused(address: str, more: dict[str, Any], param: str
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
+@pytest.mark.more
 def test_choices_outlive_their_coordinator(tmp_path: Path) -> None:
     """Claim: when the coordinator of a stream of three choices is killed, and a second one is listed, each choice goes
     on there: text, ids and log-probabilities of each are those of the undisturbed answer.

@@ -90,6 +90,27 @@ def test_a_mark_that_is_a_special_token_is_that_token(tokenizer: LLTokenizer) ->
         assert is_accepted(tokenizer, lark, [written("hermes", [LOOK])]) is (lark == strict)
 
 
+@pytest.mark.parametrize("format", ["hermes", "llama3"])
+def test_references_are_within_the_arguments_of_their_tool(tokenizer: LLTokenizer, format: Any) -> None:
+    """Claim: `#` in the schema of a tool's arguments is that schema, as `pydantic` writes it, beside any other tool.
+    Conclusive: arguments that follow a definition, the root and a part are accepted, and others not."""
+    hall = {"type": "object", "properties": {"size": {"type": "integer"}, "next": {"$ref": "#"}}}
+    hall |= {"required": ["size"], "additionalProperties": False}
+    house = {
+        "type": "object",
+        "properties": {"door": {"$ref": "#/$defs/door"}, "other": {"$ref": "#/properties/door"}},
+        "required": ["door", "other"],
+        "additionalProperties": False,
+        "$defs": {"door": {"enum": ["open", "shut"]}},
+    }
+    lark = call_grammar({"hall": hall, "house": house}, format, lambda text: None, True, "nothing")["lark"]
+    right = ['"hall","%s":{"size":1,"next":{"size":2}}}', '"house","%s":{"door":"shut","other":"open"}}']
+    wrong = ['"hall","%s":{"size":1,"next":{"name":"hall"}}}', '"house","%s":{"door":"shut","other":"green"}}']
+    for body in (*right, *wrong):
+        text = written(format, [f'{{"name":{body}'])
+        assert is_accepted(tokenizer, lark, [text]) is (body in right), text
+
+
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
 

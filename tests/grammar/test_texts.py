@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import pytest
@@ -50,6 +51,58 @@ def accepts(compiler: Compiler) -> Callable[[Grammar, str], bool]:
 
 def schema_of(value: Any) -> Grammar:
     return Grammar(json_schema=json.dumps(value))
+
+
+YEARS = (0, 1, 4, 99, 100, 400, 999, 1000, 1600, 1900, 1996, 2000, 2023, 2024, 2100, 9999)
+MOMENTS = {
+    "00:00:00Z": True,
+    "23:59:59.25+23:59": True,
+    "24:00:00Z": False,
+    "12:00:60Z": False,
+    "23:59:60z": True,
+    "23:59:60-00:00": True,
+    "23:59:60+01:00": False,
+    "12:00:00+24:00": False,
+    "12:00:00": False,
+    "١٢:00:00Z": False,
+}
+
+
+def is_date(text: str) -> bool:
+    """Whether the standard library reads a date."""
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_dates_are_those_of_the_calendar(accepts: Callable[[Grammar, str], bool]) -> None:
+    """Claim: a date is a day that there is, also beside a pattern of the schema's own, and in a date and time (RFC
+    3339, section 5.7). Conclusive: every month from 0 to 13 and the days about their ends, of years with and without a
+    leap day, beside the standard library's calendar."""
+    plain = schema_of({"type": "string", "format": "date"})
+    for year in YEARS:
+        for month in range(14):
+            for day in (0, 1, 28, 29, 30, 31, 32):
+                text = f"{year:04}-{month:02}-{day:02}"
+                assert accepts(plain, json.dumps(text)) == is_date(text), text
+    within = Grammar(lark=f'start: "on " %json {json.dumps({"format": "date", "type": "string"})} " or later"')
+    assert [accepts(within, f'on "{day}" or later') for day in ("2024-02-29", "2023-02-29")] == [True, False]
+    own = schema_of({"type": ["string", "null"], "format": "date", "pattern": "^2"})
+    found = [accepts(own, text) for text in ('"2024-02-29"', '"2023-02-29"', '"1996-02-29"', "null")]
+    assert found == [True, False, False, True]
+    stamp = schema_of({"type": "string", "format": "date-time"})
+    stamps = ("2024-02-29T00:00:00Z", "2023-02-29T00:00:00Z", "2023-02-28t23:59:60Z", "2023-02-28T12:00:60Z")
+    assert [accepts(stamp, json.dumps(one)) for one in stamps] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(("text", "is_moment"), MOMENTS.items())
+def test_times_are_those_of_a_day(text: str, is_moment: bool, accepts: Callable[[Grammar, str], bool]) -> None:
+    """Claim: a leap second ends a day of UTC and comes at no other time, an offset is below a day. Conclusive: each
+    rule of RFC 3339, section 5.7, beside its nearest violation."""
+    moment = schema_of({"type": "string", "format": "time"})
+    assert accepts(moment, json.dumps(text, ensure_ascii=False)) == is_moment
 
 
 @pytest.mark.parametrize(
@@ -111,6 +164,12 @@ def test_a_grammar_of_wrong_form_is_refused_by_field(make: Callable[[], Grammar]
         (Grammar(regex="a(?!b)"), "look-ahead"),
         (Grammar(lark='start: "a" b'), 'unknown name: "b"'),
         (Grammar(lark="nothing"), "grammar that can be followed"),
+        (Grammar(lark='start: %json {"type":"object","minProperties":2}'), "minProperties"),
+        (Grammar(lark='start: "%json {" /"/ a // "\na: %json{"$ref":"#"}'), "finite length"),
+        (Grammar(lark='start: %json {"type":"integer"} | %json {"$ref":"#"}'), "finite length"),
+        (Grammar(lark="start: %json " + '{"items":' * DEPTH_MAX + "{}" + "}" * DEPTH_MAX), "64 levels"),
+        (Grammar(lark="start: %json " + "[" * 60_000), "64 levels"),
+        (Grammar(lark='start: %json {"minimum": NaN}'), "grammar that can be followed"),
     ],
     ids=str,
 )
@@ -138,6 +197,11 @@ def test_what_cannot_be_followed_is_refused_in_words(compiler: Compiler, grammar
         (Grammar(regex='a"|b\\n'), ['a"', "b\n"], ["a", "b\\n"]),
         (Grammar(choice=("yes", 'n"o', "é\n", "yes!")), ["yes", 'n"o', "é\n", "yes!"], ["no", "y", "yes!!"]),
         (Grammar(lark='start: "a" B+\nB: /[0-9]/'), ["a1", "a123"], ["a", "b1"]),
+        (
+            Grammar(lark='start: "%json {\\"$ref" /[\\/"]/ // %json {"$ref":"#"}'),
+            ['%json {"$ref"', '%json {"$ref/'],
+            ["{"],
+        ),
         (Grammar(lark='%llguidance {"no_forcing": false}\nstart: "abcd"'), ["abcd"], ["abc"]),
         (schema_of({"type": "object", "minProperties": 1}), ['{"a":1}'], ["{}"]),
         (

@@ -145,6 +145,7 @@ TABLE = (
             "specdec.rpc",
             "specdec.client",
             "specdec.chat",
+            "specdec.grammar.texts",
             "specdec.v1",
             *VALUES,
         ),

@@ -20,8 +20,8 @@ def table_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def services(table_models: tuple[Path, Path]) -> Iterator[Watched]:
-    """Services with pages, fresh for each module: their counters hold the requests of its tests only."""
+    """Services with pages, started once: a test of counters compares with what they were before."""
     with watched(table_models) as started:
         yield started

@@ -220,22 +220,27 @@ def test_requests_are_counted_by_how_they_ended(services: Watched):
     assert page.value("vllm:num_requests_running") == 0 == page.value("vllm:num_requests_waiting")
 
 
-def test_choices_are_counted_one_by_one(table_models: tuple[Path, Path]):
+def test_choices_are_counted_one_by_one(services: Watched, table_models: tuple[Path, Path]):
     """Claim: a request with n choices counts as n: running ones while it runs, ended ones after it, and all sums are
-    those of its choices. Conclusive: the services are fresh; counts are compared with ==."""
-    with watched(table_models) as services:
-        client, asked = services.services.client, {"n": 3, "speculative": TREE, **COUPLED}
-        call = client.stub.Generate(client.request(PROMPT, max_tokens=450, **asked), timeout=60)
-        for _ in range(60):
-            next(call)
-        page = services.page("coordinator")
-        assert page.value("vllm:num_requests_running") + page.value("vllm:num_requests_waiting") == 3
-        call.cancel()
-        until(lambda: services.page("coordinator").value("specdec_requests_total", outcome="cancelled") == 3)
-        assert services.page("coordinator").value("vllm:num_requests_running") == 0
-    with watched(table_models) as services:
-        outcomes = services.services.client.choices(PROMPT, max_tokens=60, **asked)
-        page = services.page("coordinator")
+    those of its choices. Conclusive: nothing else runs on the services, and those of the sums are fresh; counts are
+    compared with ==."""
+    client, asked = services.services.client, {"n": 3, "speculative": TREE, **COUPLED}
+
+    def cancelled_count() -> float:
+        return services.page("coordinator").value("specdec_requests_total", outcome="cancelled")
+
+    before = cancelled_count()
+    call = client.stub.Generate(client.request(PROMPT, max_tokens=450, **asked), timeout=60)
+    for _ in range(60):
+        next(call)
+    page = services.page("coordinator")
+    assert page.value("vllm:num_requests_running") + page.value("vllm:num_requests_waiting") == 3
+    call.cancel()
+    until(lambda: cancelled_count() == before + 3)
+    assert services.page("coordinator").value("vllm:num_requests_running") == 0
+    with watched(table_models) as fresh:
+        outcomes = fresh.services.client.choices(PROMPT, max_tokens=60, **asked)
+        page = fresh.page("coordinator")
         check_sums(page, outcomes)
         assert page.value("specdec_requests_total", outcome="length") == 3 == page.value("specdec_requests_total")
         check_latencies(page, outcomes)

@@ -14,7 +14,7 @@ from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.parallel.exchange import SLOT_BYTES, SharedExchange
 from specdec.engine.parallel.modules import add_in_rank_order
 from specdec.engine.parallel.share import LeaderModel
-from tests.support.engine_models import ARCHITECTURES, Driver, random_tokens
+from tests.support.engine_models import SEVERAL_ARCHITECTURES, Driver, random_tokens
 from tests.support.ranks import Followers
 
 LENGTH = 100
@@ -41,7 +41,7 @@ def check_equal(folder: Path, followers: Followers, rank_count: int) -> None:
     assert text == expected_text
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", SEVERAL_ARCHITECTURES)
 def test_every_architecture_served_runs_over_ranks(
     architecture: str, followers: Followers, tiny_folder: Callable[..., Path]
 ) -> None:

@@ -99,7 +99,7 @@ def test_a_request_that_could_never_fit_is_invalid(table_models: tuple[Path, Pat
     """Claim: a request longer than the whole cache is INVALID_ARGUMENT naming the limit, and one that just fits is
     served. Conclusive: both sides of the limit."""
     blocks = {"kv_cache_bytes": 32 * BLOCK_SIZE * TABLE_BYTES_PER_POSITION, "block_size": 2 * BLOCK_SIZE}
-    with running(*table_models, threads=1, **blocks) as services:
+    with running(table_models[0], None, threads=1, **blocks) as services:
         with pytest.raises(grpc.RpcError) as refused:
             services.client.generate([1, 2], max_tokens=479, ignore_eos=True)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -38,12 +38,10 @@ POLICIES = {
 SHORT = (
     "greedy",
     "coupled",
-    "cold",
     "top-p",
     "repetition",
     "stop-string",
     "bad-words",
-    "allowed",
 )  # the others run with the longer tests
 SHORT_RESUMED = ("coupled", "stop-string", "bad-words")
 

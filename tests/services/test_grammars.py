@@ -182,6 +182,7 @@ def test_the_draft_is_killed_in_mid_object(services: Services) -> None:
     jsonschema.validate(json.loads(outcome.text), LONG["json_schema"])
 
 
+@pytest.mark.more
 def test_the_target_is_killed_in_mid_object(services: Services) -> None:
     """Claim: SIGKILL of the target in the midst of an object: the text goes on at the one that takes its place as if
     nothing had happened. Conclusive: the text is known, and the statistics tell of the change."""

@@ -46,6 +46,7 @@ def health(client: Client) -> int:
     return health_pb2_grpc.HealthStub(client.channel).Check(request, timeout=10).status
 
 
+@pytest.mark.more
 def test_readers_of_log_lines_that_stop_reading_cost_lines_only(table_models: tuple[Path, Path]) -> None:
     """Claim: with standard error without a reader, unread or on a full disk, at the default level, texts are generated
     as with a reader; a target killed after that ends a text with UNAVAILABLE and health is NOT_SERVING; restarted, it

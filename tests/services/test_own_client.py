@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from specdec.config import split_address
 from specdec.engine.table_model import write_table_model
 from specdec.launch.children import start
@@ -15,6 +17,7 @@ from tests.support.services import Client, running
 TOKENS = 1500  # it lasts until the coordinator is killed, on any machine
 
 
+@pytest.mark.more
 def test_a_text_outlives_its_coordinator(tmp_path: Path) -> None:
     """Claim: a text whose coordinator is killed and started again on its port goes on by itself: one start, every token
     once, one end, and with the seed in force it is, byte for byte, the text of a coordinator that lived. With

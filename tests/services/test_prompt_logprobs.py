@@ -83,37 +83,57 @@ def test_they_are_those_of_transformers(shipped_pair: Services) -> None:
             assert token_id not in top_ids or top_ids.index(token_id) == rank - 1
 
 
-def test_equal_bits_however_a_prompt_is_read() -> None:
+def test_equal_bits_however_a_prompt_is_read(shipped_pair: Services) -> None:
     """Claim: the numbers of a prompt have the same bits, and come once each in order, alone and beside others, with its
     prefix in the cache and not, with every kind of speculation and without, with output and without, with chunks cut by
     other prompts' rows; and the text after it is that of the request without them.
 
-    Conclusive: all are compared exactly; blocks of 16 positions cache most of each prompt, which the statistics of the
-    plain requests show, and 12 requests at once share steps.
+    Conclusive: all are compared exactly; the cache holds most of each prompt, which the statistics of a plain request
+    show, and 12 requests at once share steps.
     """
+    client = shipped_pair.client
     prompts = [(text + " ") * 4 for text in TEXTS]
-    with running(MODELS / "target", MODELS / "draft", threads=1, dtype="float32", block_size=16) as services:
-        client = services.client
-        client.wait_for_draft()
-        fresh = [rows_of(scored(client, prompt, cache_salt=f"{index}")) for index, prompt in enumerate(prompts)]
-        again = [rows_of(scored(client, prompt, cache_salt=f"{index}")) for index, prompt in enumerate(prompts)]
-        assert again == fresh
-        plain = [client.generate(prompt, temperature=0, max_tokens=8) for prompt in prompts]
-        repeated = client.generate(prompts[0], temperature=0, max_tokens=8)
-        assert repeated.finished.statistics.cached_prompt_tokens > len(fresh[0]) // 2
-        shapes = itertools.islice(itertools.cycle(SHAPES.values()), 2 * len(prompts))
-        asked = [(index % len(prompts), shape) for index, shape in enumerate(shapes)]
+    fresh = [rows_of(scored(client, prompt, cache_salt=f"bits {index}")) for index, prompt in enumerate(prompts)]
+    again = [rows_of(scored(client, prompt, cache_salt=f"bits {index}")) for index, prompt in enumerate(prompts)]
+    assert again == fresh
+    plain = [client.generate(prompt, temperature=0, max_tokens=8) for prompt in prompts]
+    repeated = client.generate(prompts[0], temperature=0, max_tokens=8)
+    assert repeated.finished.statistics.cached_prompt_tokens > len(fresh[0]) // 2
+    shapes = itertools.islice(itertools.cycle(SHAPES.values()), 2 * len(prompts))
+    asked = [(index % len(prompts), shape) for index, shape in enumerate(shapes)]
 
-        def run(own: tuple[int, dict[str, Any]]) -> Run:
-            index, shape = own
-            return scored(client, prompts[index], speculative=shape, max_tokens=8)
+    def run(own: tuple[int, dict[str, Any]]) -> Run:
+        index, shape = own
+        return scored(client, prompts[index], speculative=shape, max_tokens=8)
 
-        with ThreadPoolExecutor(len(asked)) as pool:
-            for (index, _), found in zip(asked, pool.map(run, asked)):
-                assert rows_of(found) == fresh[index]
-                assert found.token_ids == plain[index].token_ids and found.text == plain[index].text
-        none = rows_of(scored(client, prompts[0], prompt_logprobs=0))
-        assert none == [(*row[:3], (), ()) for row in fresh[0]]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        for (index, _), found in zip(asked, pool.map(run, asked)):
+            assert rows_of(found) == fresh[index]
+            assert found.token_ids == plain[index].token_ids and found.text == plain[index].text
+    none = rows_of(scored(client, prompts[0], prompt_logprobs=0))
+    assert none == [(*row[:3], (), ()) for row in fresh[0]]
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(300, 4), (300, 0), (1, 0)])
+def test_choices_have_those_of_one_reading(shipped_pair: Services, length: int, max_tokens: int) -> None:
+    """Claim: each choice of a request has the log-probabilities of its single, before its first token, and none but the
+    first scores the prompt: the others find it in the cache. Without output all end at once. Conclusive: compared bit
+    by bit; the target says what it found in its cache, and the prompt is new to it."""
+    client, count = shipped_pair.client, 3
+    prompt = [(5 * index * index + 11 * max_tokens) % 4000 for index in range(length)]
+    asked = {"prompt_logprobs": TOP_COUNT, "max_tokens": max_tokens, "temperature": 1}
+    runs = [Run() for _ in range(count)]
+    for response in client.stub.Generate(client.request(prompt, n=count, seed=5, **asked), timeout=120):
+        event, own = event_of(response), runs[response.choice]
+        assert not (isinstance(event, PromptLogprobs) and own.token_ids)
+        own.take(event)
+    for index, own in enumerate(runs):
+        single = scored(client, prompt, seed=5 + index, **asked)
+        assert (rows_of(own), own.token_ids) == (rows_of(single), single.token_ids)
+        assert own.finished.reason == single.finished.reason
+    block = client.described().target.cache.block_size
+    cached = [own.finished.statistics.cached_prompt_tokens for own in runs]
+    assert cached[0] == 0 and (not max_tokens or min(cached[1:]) > length - block)
 
 
 def test_what_is_refused_and_what_is_least(table_services: Services) -> None:

@@ -48,10 +48,10 @@ class Found:
         return f"{self.bug.title:62} {where}  {self.problem[:90]}"
 
 
-def hunt(bug: Bug, schedule_count: int) -> Found:
-    """Runs schedules with the bug planted until one shows it."""
+def hunt(bug: Bug, schedule_count: int, first: int = 0) -> Found:
+    """Runs schedules with the bug planted until one shows it: those from seed `first` on, then those before it."""
     with bug.planted():
-        for seed in range(schedule_count):
+        for seed in (*range(first, schedule_count), *range(first)):
             problem = run_seed(seed).problem
             if problem:
                 return Found(bug, seed + 1, problem)

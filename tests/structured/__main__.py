@@ -32,17 +32,33 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from tests.structured.schemas import SCHEMAS, Schema
 from tests.support.services import MODELS, Client, Outcome, running
 
-CLOSERS = ('"', "@", "}", "]", ":", ",", "0", "a")  # what a text is completed with if it may be, in this order
+CLOSERS = (
+    '"',
+    "@",
+    "}",
+    "]",
+    ":",
+    ",",
+    "Z",
+    "1",
+    "0",
+    "a",
+)  # what a text is completed with if it may be, in this order
 COMPLETION_TOKENS_MAX = 1000
 BOUNDED_SHARE_MIN = 0.95
 FORMATS = Draft202012Validator.FORMAT_CHECKER  # of date, uuid, email, ipv4; the two below are RFC 3339's
 TIME = re.compile(r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([zZ]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII)
+UTC = ("Z", "z", "+00:00", "-00:00")
 
 
 @FORMATS.checks("time")
 def is_time(value: object) -> bool:
     """Whether a value is a time, or no string."""
-    return not isinstance(value, str) or TIME.fullmatch(value) is not None
+    if not isinstance(value, str):
+        return True
+    found = TIME.fullmatch(value)
+    is_leap = found is not None and found[2] == "60"
+    return found is not None and (not is_leap or (value.startswith("23:59") and found[4] in UTC))
 
 
 @FORMATS.checks("date-time", raises=ValueError)

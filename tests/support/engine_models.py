@@ -8,9 +8,10 @@ a byte-level BPE tokenizer; the output layer is wider than the tokenizer, as in 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -74,6 +75,16 @@ DIFFERENT = ("llama", "gpt2", "gemma3", "gpt_neox")
 SEVERAL_ARCHITECTURES = [
     pytest.param(name, marks=[pytest.mark.more] * (name not in DIFFERENT)) for name in ARCHITECTURES
 ]
+
+
+def with_each(values: Sequence[str], usual: Collection[str] = DIFFERENT) -> list[Any]:
+    """Parameters of a test: each architecture with each value, of which those not in `usual` run with the longer
+    tests."""
+    return [
+        pytest.param(name, value, marks=[pytest.mark.more] * (name not in usual))
+        for name in ARCHITECTURES
+        for value in values
+    ]
 
 
 def model_class(architecture: str) -> type[transformers.PreTrainedModel]:
