@@ -1,7 +1,7 @@
-"""How large a pair is and how long it is trained: the two sizes the recipe knows.
+"""How large a pair is and how long it is trained: the two sizes the recipes know.
 
-`full` is the size of the shipped pair. `small` runs the whole recipe in under a minute on one thread, so that a test
-can hold it; its text means nothing.
+`full` is the size of the shipped pair. `small` runs a whole recipe in under a minute on one thread, so that a test can
+hold it; its text means nothing.
 """
 
 from __future__ import annotations
@@ -69,3 +69,59 @@ SMALL = Size(
 )
 
 SIZES = {size.name: size for size in (FULL, SMALL)}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDecoderSize:
+    """Shape of both models of an encoder-decoder pair, and length of their training in tokens of outputs. The draft has
+    the target's encoder layers and one decoder layer."""
+
+    name: str
+    hidden_size: int
+    mlp_size: int
+    encoder_layer_count: int
+    decoder_layer_count: int
+    head_count: int
+    head_size: int
+    batch_tokens: int
+    target_tokens: int
+    draft_tokens: int
+    draft_text_count: int
+    heldout_text_count: int  # of each training's tests
+    evaluation_count: int  # of each training; each writes a checkpoint
+    learning_rate: float = 2e-3
+
+
+ENCODER_DECODER_FULL = EncoderDecoderSize(
+    name="full",
+    hidden_size=128,
+    mlp_size=384,
+    encoder_layer_count=3,
+    decoder_layer_count=7,
+    head_count=4,
+    head_size=32,
+    batch_tokens=2048,
+    target_tokens=12_000_000,
+    draft_tokens=8_000_000,
+    draft_text_count=24_576,
+    heldout_text_count=192,
+    evaluation_count=60,
+)
+
+ENCODER_DECODER_SMALL = EncoderDecoderSize(
+    name="small",
+    hidden_size=64,
+    mlp_size=128,
+    encoder_layer_count=2,
+    decoder_layer_count=2,
+    head_count=2,
+    head_size=32,
+    batch_tokens=256,
+    target_tokens=150_000,
+    draft_tokens=40_000,
+    draft_text_count=64,
+    heldout_text_count=16,
+    evaluation_count=4,
+)
+
+ENCODER_DECODER_SIZES = {size.name: size for size in (ENCODER_DECODER_FULL, ENCODER_DECODER_SMALL)}
