@@ -115,13 +115,13 @@ def test_a_fresh_model_copies_its_input() -> None:
 @pytest.mark.more
 def test_the_target_learns_and_the_draft_learns_the_target(made: Path) -> None:
     """Claim: the share of held-out tokens that the target predicts rises, and so does acceptance of the draft's drawn
-    tokens on held-out texts of the target, under both rules; all five of a draft are measured.
+    tokens on held-out texts of the target, under both rules, from its first steps on; all five of a draft are measured.
 
     Conclusive for draws at 1, which many tokens of a distribution decide; greedy texts of so small a target are few
-    tokens in a circle.
+    tokens in a circle. A draft begins as a part of the target, and its first steps cost it some of that.
     """
     histories = [json.loads((made / name / "training.json").read_text())["history"] for name in ("target", "draft")]
-    (first, *_, last), (before, *_, after) = ([entry["acceptance"] for entry in history] for history in histories)
+    (first, *_, last), (_, before, *_, after) = ([entry["acceptance"] for entry in history] for history in histories)
     assert last["GREEDY 0"] > first["GREEDY 0"] + 0.05
     assert len(before) == 5
     for rule in ("REJECTION 1", "COUPLED 1"):
