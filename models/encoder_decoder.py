@@ -28,7 +28,6 @@ from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Batch, Data, Plan
 from specdec.engine.loading.folder_files import write_manifest
 
-
 BRANCH_SCALE = 0.3  # of what a fresh layer adds
 
 

@@ -84,8 +84,8 @@ def test_a_batch_predicts_each_next_token_and_the_end() -> None:
 
 
 def test_a_draft_starts_from_the_first_layer_of_the_target() -> None:
-    """Claim: a draft has the target's embeddings, encoder, bias of distances and first decoder layer: one of a target of
-    one decoder layer writes what the target writes. Conclusive: any other weight would change the logits."""
+    """Claim: a draft has the target's embeddings, encoder, bias of distances and first decoder layer: one of a target
+    with one decoder layer writes what the target writes. Conclusive: any other weight would change the logits."""
     torch.manual_seed(0)
     target = build_model(ENCODER_DECODER_SMALL, 64, 1).eval()
     ids = torch.randint(1, 64, (2, 9))
