@@ -1,0 +1,97 @@
+"""Packed weights: integers of 4 or 8 bits in groups along the input, each group with a scale and perhaps a minimum.
+
+What a number means is `PackedWeight.dense`, and nothing else: a product of a packed weight is that of its dense one in
+float32. Readers of formats make these, one weight at a time; a backend multiplies them packed, or unpacks them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+VALUES_A_WORD = 8  # of 4 bits: groups are multiples of it, so that no 32-bit word belongs to two
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight [out, in] = scales * values, or scales * values + minima, each of its group, rounded once to float32.
+
+    bits: 4 or 8.
+    group: inputs of one scale, a divisor of `in`: 32 of Q4_0, Q4_1 and Q8_0; 64, 128 or `in` of compressed-tensors. Of
+        4 bits a multiple of 8.
+    values: [out, in], one integer an element, whatever it is stored as: int8 in [-2^(bits - 1), 2^(bits - 1)) without
+        minima, uint8 in [0, 2^bits) with them. They take twice the bytes of 4 bits: make one weight, give it away.
+    scales: [out, in / group], of the type that the format stores: float32, bfloat16 or float16.
+    minima: [out, in / group] of such a type, of its own; those of an integer zero point are -scale * zero in float32.
+        With them scales have 16 bits, so that scale * value is exact and their sum has one rounding.
+
+    Raises ValueError that names field, value and limit.
+    """
+
+    bits: int
+    group: int
+    values: Tensor = field(repr=False)
+    scales: Tensor = field(repr=False)
+    minima: Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits is {self.bits}; it must be 4 or 8")
+        if self.values.dim() != 2 or not self.values.numel():
+            raise ValueError(f"values.shape is {list(self.values.shape)}; it must be [out, in], each of at least one")
+        step = VALUES_A_WORD if self.bits == 4 else 1
+        if self.group < 1 or self.group % step or self.in_size % self.group:
+            limit = f"a multiple of {step} that divides {self.in_size}, the inputs"
+            raise ValueError(f"group is {self.group}; it must be {limit}")
+        dtype = torch.int8 if self.minima is None else torch.uint8
+        if self.values.dtype is not dtype:
+            raise ValueError(f"values.dtype is {self.values.dtype}; it must be {dtype}")
+        low, high = (int(limit) for limit in self.values.aminmax())
+        least = -(2 ** (self.bits - 1)) if self.minima is None else 0
+        if low < least or high >= least + 2**self.bits:
+            limit = f"in [{least}, {least + 2**self.bits})"
+            raise ValueError(f"values are from {low} to {high}; they must be {limit}")
+        self._check_groups("scales", self.scales, SCALE_TYPES if self.minima is None else SCALE_TYPES[1:])
+        if self.minima is not None:
+            self._check_groups("minima", self.minima, SCALE_TYPES)
+
+    def _check_groups(self, name: str, numbers: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        shape = [self.out_size, self.in_size // self.group]
+        if numbers.dtype not in dtypes:
+            limit = " or ".join(str(dtype) for dtype in dtypes)
+            raise ValueError(f"{name}.dtype is {numbers.dtype}; it must be {limit}")
+        if list(numbers.shape) != shape:
+            raise ValueError(f"{name}.shape is {list(numbers.shape)}; it must be {shape}")
+
+    @property
+    def out_size(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def in_size(self) -> int:
+        return self.values.shape[1]
+
+    def dense(self) -> Tensor:
+        """Returns the weight itself.  # [out, in] float32"""
+        groups = self.values.reshape(self.out_size, -1, self.group).to(torch.float32)
+        found = groups.mul_(self.scales.to(torch.float32)[:, :, None])
+        if self.minima is not None:
+            found.add_(self.minima.to(torch.float32)[:, :, None])
+        return found.view(self.out_size, self.in_size)
+
+    def chosen(self, outputs: Tensor | slice) -> PackedWeight:
+        """Returns the weight of some outputs: their indices, or the slice of them."""
+        minima = None if self.minima is None else self.minima[outputs]
+        return replace(self, values=self.values[outputs], scales=self.scales[outputs], minima=minima)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in place of nn.Linear until a backend takes it: x @ weight.T + bias, bias [out]."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None):
+        super().__init__()
+        self.weight = weight
+        self.bias = bias

@@ -1,0 +1,68 @@
+"""Packed weights: what their numbers mean, and which are refused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from specdec.engine.packed import PackedWeight
+
+GROUPS = (32, 64)
+
+
+def random_weight(bits: int, group: int, has_minima: bool) -> PackedWeight:
+    """A weight of random integers, scales and minima."""
+    generator = torch.Generator().manual_seed(bits * group)
+    low, dtype = (0, torch.uint8) if has_minima else (-(2 ** (bits - 1)), torch.int8)
+    values = torch.randint(low, low + 2**bits, (5, 2 * group), generator=generator, dtype=dtype)
+    scales, minima = (torch.randn(5, 2, generator=generator).half() for _ in range(2))
+    return PackedWeight(bits, group, values, scales, minima if has_minima else None)
+
+
+@pytest.mark.parametrize("has_minima", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_weight_is_its_definition_rounded_once(bits: int, group: int, has_minima: bool) -> None:
+    """Claim: each number is scale * value + minimum of its own group, rounded once to float32.
+
+    Conclusive: computed again in fractions, which are exact; torch rounds a fraction's float64 quotient, exact here
+    since 11 bits of scale, 8 of value and 11 of minimum span fewer than 53.
+    """
+    weight = random_weight(bits, group, has_minima)
+    dense = weight.dense()
+    for n in range(weight.out_size):
+        for k in range(weight.in_size):
+            g = k // group
+            exact = Fraction(weight.scales[n, g].item()) * int(weight.values[n, k])
+            exact += Fraction(weight.minima[n, g].item()) if weight.minima is not None else 0
+            assert dense[n, k] == torch.tensor(float(exact), dtype=torch.float64).float()
+    some = torch.tensor([3, 0])
+    assert torch.equal(weight.chosen(some).dense(), dense[some])
+
+
+VALUES = torch.zeros(2, 64, dtype=torch.int8)
+SCALES = torch.ones(2, 2)
+WRONG = {
+    "bits is 5": lambda: PackedWeight(5, 32, VALUES, SCALES),
+    "group is 48": lambda: PackedWeight(8, 48, VALUES, SCALES),
+    "group is 4": lambda: PackedWeight(4, 4, VALUES, torch.ones(2, 16)),
+    "values are from 8 to 8; they must be in [-8, 8)": lambda: PackedWeight(4, 32, VALUES + 8, SCALES),
+    "values.dtype is torch.int8; it must be torch.uint8": lambda: PackedWeight(4, 32, VALUES, SCALES.half(), SCALES),
+    "values.shape is [64]": lambda: PackedWeight(4, 32, VALUES[0], SCALES),
+    "scales.shape is [2, 1]; it must be [2, 2]": lambda: PackedWeight(4, 32, VALUES, SCALES[:, :1]),
+    "scales.dtype is torch.float32; it must be": lambda: PackedWeight(8, 32, VALUES.byte(), SCALES, SCALES),
+    "minima.dtype is torch.float64": lambda: PackedWeight(8, 32, VALUES.byte(), SCALES.half(), SCALES.double()),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_weight_is_refused(message: str) -> None:
+    """Claim: a weight that the kernels cannot hold is refused, naming field, value and limit.
+
+    Conclusive: one field of a good weight is changed each time, and the message begins with it.
+    """
+    with pytest.raises(ValueError) as told:
+        WRONG[message]()
+    assert str(told.value).startswith(message)
