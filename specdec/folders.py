@@ -7,6 +7,7 @@ settings.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ CHAT_DRAFT = EMBEDDED_MODELS / "smollm2-draft"
 PROMPTS, CHAT_PROMPTS = EMBEDDED_MODELS / "heldout_prompts.jsonl", EMBEDDED_MODELS / "chat_prompts.jsonl"
 TOKENIZER_BYTES_MAX = 256 << 20  # those of large vocabularies take tens of megabytes
 JSON_BYTES_MAX = 32 << 20  # of any other file: the index of a large model's weights takes ten megabytes
+GGUF_SUFFIX, GGUF_FOLDER_VERSION = ".gguf", 1  # increases with each change of the folders made of GGUF files
 LFS_START = b"version https://git-lfs.github.com/"
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
@@ -45,15 +47,37 @@ def expanded(path: str) -> Path:
 
 
 def local_folder(path_or_name: str) -> Path:
-    """Returns the folder of a path, or of the name CHAT_MODEL; it may not exist. Raises ModelRefused without a home
-    folder to look in."""
+    """Returns the folder of a path, of the name CHAT_MODEL or of a GGUF file (see `gguf_source`); it may not exist.
+    Raises ModelRefused without a home folder to look in."""
     path = expanded(path_or_name)
-    if path_or_name != CHAT_MODEL or path.is_dir():
+    source = gguf_source(path_or_name)
+    if source is None and (path_or_name != CHAT_MODEL or path.is_dir()):
         return path
     try:
-        return cache_folder() / CHAT_MODEL
+        return cache_folder() / (CHAT_MODEL if source is None else _gguf_folder_name(source))
     except FileNotFoundError as error:
         raise ModelRefused(f"{path_or_name}: {error}") from None
+
+
+def gguf_source(path_or_name: str) -> Path | None:
+    """Returns the GGUF file that a path names: itself, or the only one of a folder without config.json; None if it
+    names none. Raises ModelRefused for such a folder with several."""
+    path = expanded(path_or_name)
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix == GGUF_SUFFIX)
+    if len(files) > 1:
+        raise ModelRefused(f"{path} has {len(files)} GGUF files: name one of them, such as {files[0]}")
+    return files[0] if files else None
+
+
+def _gguf_folder_name(source: Path) -> str:
+    """The name below the cache folder: other than that of any other file, or of this one with another content."""
+    state = source.stat()
+    facts = f"{source.resolve()} {state.st_size} {state.st_mtime_ns} {GGUF_FOLDER_VERSION}"
+    return f"gguf/{source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
 
 def tokenizer_file(path_or_hub_id: str) -> Path:

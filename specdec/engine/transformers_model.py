@@ -8,9 +8,10 @@ computation are float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from specdec.engine.loading.encoder_decoder import (
 )
 from specdec.engine.loading.fitting import check_weights, class_of, config_of, empty_model
 from specdec.engine.loading.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
+from specdec.engine.loading.stored import PackedFolder
 from specdec.engine.retokenizer import Retokenizer
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused, refusing
@@ -183,7 +185,8 @@ def read_weights(
         check_weights(name, empty_model(name, folder, dtype), folder)
         with refusing(name), without_warning_of_ties() if folder.has_encoder else nullcontext():
             model, report = class_of(folder).from_pretrained(
-                folder.path,
+                None if folder.packed else folder.path,
+                state_dict=unpacked(folder.packed) if folder.packed else None,
                 config=config_of(folder),
                 generation_config=transformers.GenerationConfig(),  # unused: the folder's is not read again
                 dtype=dtype,
@@ -200,6 +203,22 @@ def read_weights(
         raise
     read: transformers.PreTrainedModel = model
     return read
+
+
+def unpacked(packed: PackedFolder) -> Mapping[str, Any]:
+    """Returns the weights of a packed folder as dense ones, each read when `transformers` takes it, as it takes the
+    slices of a safetensors file."""
+    return {name: _Unread(partial(packed.dense, name)) for name in packed.tensors}
+
+
+class _Unread:
+    """A weight that is read when all of it is asked for."""
+
+    def __init__(self, read: Callable[[], torch.Tensor]):
+        self._read = read
+
+    def __getitem__(self, _all: object) -> torch.Tensor:
+        return self._read()
 
 
 def backend_for(
@@ -279,6 +298,7 @@ def describe(
     native = kernels() if device.type == "cpu" else None
     output_width = vocabulary.size if vocabulary else _output_width(model)
     string_count = vocabulary.size if vocabulary else folder.token_string_count
+    packed = f", weights {folder.packed.format}" if folder.packed else ""
     ends = folder.ends if vocabulary else folder.ends.below(output_width)
     warn_of_unknown_ends(folder.path, ends, min(string_count, output_width))
     if string_count > output_width:
@@ -292,7 +312,7 @@ def describe(
         end_token_ids=ends.ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
-        libraries=f"{numerics_of(device)}, torch {torch.__version__}, transformers {transformers.__version__}",
+        libraries=f"{numerics_of(device)}, torch {torch.__version__}, transformers {transformers.__version__}{packed}",
         vocabulary=vocabulary,
         kernels=f"{native.family} {native.instructions}" if native else "",
         beginning_token_ids=folder.beginning,

@@ -56,13 +56,13 @@ def write_gguf(
     return file
 
 
-def random_stored(kind: str, shape: tuple[int, int], seed: int) -> bytes:
-    """Random bytes of a packed format: every value of every field occurs; scales and minima are of the size of one."""
+def random_stored(kind: str, shape: tuple[int, int], seed: int, size: float = 1.0) -> bytes:
+    """Random bytes of a packed format: every value of every field occurs; scales and minima are about `size`."""
     generator = np.random.default_rng(seed)
     block, byte_count = BLOCKS[kind]
     blocks = generator.integers(0, 256, (shape[0], shape[1] // block, byte_count), dtype=np.uint8)
     for at in SCALE_PLACES[kind]:
-        drawn = generator.standard_normal((*blocks.shape[:2], 1)).astype(np.float16)
+        drawn = (size * generator.standard_normal((*blocks.shape[:2], 1))).astype(np.float16)
         blocks[..., at : at + 2] = drawn.view(np.uint8)
     return blocks.tobytes()
 

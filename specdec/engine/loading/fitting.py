@@ -63,7 +63,7 @@ def check_weights(name: str, model: transformers.PreTrainedModel, folder: ModelF
             raise ModelRefused(
                 f"{place} has shape {list(tensor.shape)}; by config.json it must be {list(parameter.shape)}"
             )
-        if tensor.dtype not in FLOAT_TYPES:
+        if tensor.dtype not in FLOAT_TYPES and not folder.packed:
             raise ModelRefused(f"{place} has type {tensor.dtype}; it must be one of {', '.join(FLOAT_TYPES)}")
         found[path] = stored[source]
     return found

@@ -20,6 +20,7 @@ HUB_FILES = [
 ]
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+GGUF_FILE = "model.gguf"  # of a folder that `gguf_folder` makes
 ADAPTER_FILE = "adapter_config.json"
 MANIFEST_FILE = "SHA256SUMS"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

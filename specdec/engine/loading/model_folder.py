@@ -26,17 +26,22 @@ from specdec.engine.loading.encoder_decoder import beginning_tokens
 from specdec.engine.loading.folder_files import (
     ADAPTER_FILE,
     GENERATION_FILE,
+    GGUF_FILE,
     HUB_FILES,
     INDEX_FILE,
     MANIFEST_FILE,
     PICKLE_SUFFIXES,
     WEIGHTS_FILE,
 )
+from specdec.engine.loading.gguf_folder import describe_gguf
+from specdec.engine.loading.gguf_model import GgufWeights
+from specdec.engine.loading.stored import PackedFolder, StoredTensor
 from specdec.errors import ModelRefused, one_line, refusing
 from specdec.folders import (
     CHAT_MODEL,
     TOKENIZER_BYTES_MAX,
     expanded,
+    gguf_source,
     has_file,
     local_folder,
     read_json,
@@ -52,15 +57,6 @@ Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 READ_BYTES = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a file of weights, by its header: its type in the format's letters, such as BF16."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,8 @@ class EndTokens:
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """A folder that holds config.json, tokenizer.json and safetensors weights, all checked; `config`: as
-    `checked_config` returns it. `tensors`: by the names in the files. `beginning`: see `beginning_tokens`."""
+    `checked_config` returns it. `tensors`: by the names in the files, or, if `packed`, of the parameters. `beginning`:
+    see `beginning_tokens`."""
 
     path: Path
     config: dict[str, Any]
@@ -96,6 +93,7 @@ class ModelFolder:
     tokenizer: TokenizerFacts
     ends: EndTokens
     beginning: tuple[int, ...] = ()
+    packed: PackedFolder | None = None
 
     @property
     def has_encoder(self) -> bool:
@@ -159,7 +157,10 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
     ModelRefused or ConfigError in one line."""
     with refusing(f"{path_or_hub_id:.200}"):
         path = local_folder(path_or_hub_id)
-        if not path.is_dir():
+        source = gguf_source(path_or_hub_id)
+        if source is not None and not path.is_dir():
+            describe_gguf(source, path)
+        elif not path.is_dir():
             path = chat_model() if path_or_hub_id == CHAT_MODEL else _download(path_or_hub_id)
         if has_file(path / ADAPTER_FILE):
             raise ModelRefused(
@@ -183,7 +184,8 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
         beginning = beginning_tokens(path, config, ids_end) if has_encoder else ()
         folder = ModelFolder(path, config, weight_files, {}, tokenizer, ends, beginning)
         try:
-            return replace(folder, tensors=stored_tensors(weight_files))
+            packed = packed_folder(folder)
+            return replace(folder, tensors=packed.tensors if packed else stored_tensors(weight_files), packed=packed)
         except ModelRefused:
             folder.check_manifest(folder.digest)
             raise
@@ -202,11 +204,18 @@ def open_with_bar(path_or_hub_id: str) -> ModelFolder:
     return open_model_folder(path_or_hub_id)
 
 
+def packed_folder(folder: ModelFolder) -> PackedFolder | None:
+    """Returns the reader of a folder's weights if some are packed. Raises ModelRefused."""
+    if folder.weight_files[0].name == GGUF_FILE:
+        return GgufWeights(folder.weight_files[0], folder.config)
+    return None
+
+
 def shown_name(path_or_hub_id: str) -> str:
     """Returns what a model is called on the terminal: the last part of the path of a folder here; any other name, such
     as a hub id, as it is, since its folder has the name of a commit."""
     path = expanded(path_or_hub_id)
-    return Path(os.path.abspath(path)).name if path.is_dir() else path_or_hub_id
+    return Path(os.path.abspath(path)).name if path.exists() else path_or_hub_id
 
 
 def end_tokens_of(folder: Path, config: dict[str, Any], size: int) -> EndTokens:
@@ -264,8 +273,9 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 def _weight_files(path: Path, name: str) -> tuple[Path, ...]:
     """Returns the safetensors files to load, sorted by name. Raises ModelRefused if one is missing or none exists."""
-    if has_file(path / WEIGHTS_FILE):
-        return (path / WEIGHTS_FILE,)
+    for file in (path / WEIGHTS_FILE, path / GGUF_FILE):
+        if has_file(file):
+            return (file,)
     index = path / INDEX_FILE
     if has_file(index):
         content = read_json(index)

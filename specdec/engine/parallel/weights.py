@@ -7,7 +7,7 @@ one tensor at a time, so its pages can leave memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -52,28 +52,35 @@ def _load(
         source = sources[path]
         if source not in loaded:
             with refusing(str(folder.tensors[source].file)):
-                weight = _read(folder.tensors[source].file, source, cuts.get(path), model.get_parameter(path).shape)
+                weight = _read(folder, source, cuts.get(path), model.get_parameter(path).shape)
             loaded[source] = nn.Parameter(weight.to(model.dtype), requires_grad=False)
         _put(model, path, loaded[source])
         progress("loading weights", (index + 1) / len(paths))
 
 
-def _read(file: Path, stored_name: str, cut: Cut | None, shape: torch.Size) -> torch.Tensor:
+def _read(folder: ModelFolder, stored_name: str, cut: Cut | None, shape: torch.Size) -> torch.Tensor:
     """Returns a copy of the tensor or of its cut, so that the file can be unmapped."""
-    with safe_open(file, "pt") as stored:
-        whole = stored.get_slice(stored_name)
-        if cut is None:
-            everything: torch.Tensor = whole[:] if len(shape) else stored.get_tensor(stored_name)
-            return everything.clone()
-        ranges = [slice(start, end) for start, end in cut.ranges]
-        parts = [whole[part] if cut.dimension == 0 else whole[:, part] for part in ranges]
-        own_shape = list(shape)
-        own_shape[cut.dimension] = cut.size
-        weight: torch.Tensor = parts[0].new_zeros(own_shape)
-        place = 0
-        for part in parts:
-            weight.narrow(cut.dimension, place, part.shape[cut.dimension]).copy_(part)
-            place += part.shape[cut.dimension]
+    if folder.packed:
+        unpacked = folder.packed.dense(stored_name)
+        return unpacked if cut is None else _cut(unpacked, cut, shape)
+    with safe_open(folder.tensors[stored_name].file, "pt") as stored:
+        if cut is not None:
+            return _cut(stored.get_slice(stored_name), cut, shape)
+        whole: torch.Tensor = stored.get_slice(stored_name)[:] if len(shape) else stored.get_tensor(stored_name)
+        return whole.clone()
+
+
+def _cut(whole: Any, cut: Cut, shape: torch.Size) -> torch.Tensor:
+    """Returns a copy of the cut of a tensor, or of one in a file."""
+    ranges = [slice(start, end) for start, end in cut.ranges]
+    parts = [whole[part] if cut.dimension == 0 else whole[:, part] for part in ranges]
+    own_shape = list(shape)
+    own_shape[cut.dimension] = cut.size
+    weight: torch.Tensor = parts[0].new_zeros(own_shape)
+    place = 0
+    for part in parts:
+        weight.narrow(cut.dimension, place, part.shape[cut.dimension]).copy_(part)
+        place += part.shape[cut.dimension]
     return weight
 
 
