@@ -77,7 +77,6 @@ def test_incomplete_and_unsafe_folders_are_refused_by_name(folder: Path, tmp_pat
         ({"architectures": ["OwnModel"], "auto_map": {"AutoModelForCausalLM": "own.OwnModel"}}, "never run"),
         ({"architectures": None}, "exactly one"),
         ({"architectures": ["LlamaForCausalLM", "GPT2LMHeadModel"]}, "exactly one"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"hidden_act": "tanh"}, "'tanh' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),

@@ -19,7 +19,6 @@ SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 DERIVED_ACTIVATIONS = {"dense_act_fn"}  # entries that a configuration class writes beside the one it reads
 REFUSED = {
-    "quantization_config": "weights that are quantized",
     "add_cross_attention": "cross attention",
     "use_bidirectional_attention": "attention to later positions",
     "per_layer_config": "layers of different sizes",

@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from specdec.engine.loading.architectures import check_supported
 from specdec.engine.loading.chat_model import chat_model
+from specdec.engine.loading.compressed import ENTRY, CompressedWeights, Scheme, read_scheme
 from specdec.engine.loading.config_check import TABLE_MODEL_TYPE, checked_config, checked_table_config, end_ids
 from specdec.engine.loading.encoder_decoder import beginning_tokens
 from specdec.engine.loading.folder_files import (
@@ -171,11 +172,12 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
         if not has_file(path / "tokenizer.json"):
             raise ModelRefused(f"{path_or_hub_id} has no tokenizer.json: save its tokenizer as a fast tokenizer first")
         file = path / "config.json"
-        config, has_encoder = read_json(file), False
+        config, has_encoder, scheme = read_json(file), False, None
         if config.get("model_type") == TABLE_MODEL_TYPE:
             config = checked_table_config(file, config)
         else:
-            config = checked_config(file, config)
+            scheme = read_scheme(file, config)
+            config = checked_config(file, {name: value for name, value in config.items() if name != ENTRY})
             has_encoder = check_supported(path_or_hub_id, config).has_encoder
         tokenizer = tokenizer_facts(path / "tokenizer.json")
         weight_files = _weight_files(path, path_or_hub_id)
@@ -184,8 +186,7 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
         beginning = beginning_tokens(path, config, ids_end) if has_encoder else ()
         folder = ModelFolder(path, config, weight_files, {}, tokenizer, ends, beginning)
         try:
-            packed = packed_folder(folder)
-            return replace(folder, tensors=packed.tensors if packed else stored_tensors(weight_files), packed=packed)
+            return with_tensors(folder, scheme)
         except ModelRefused:
             folder.check_manifest(folder.digest)
             raise
@@ -204,11 +205,18 @@ def open_with_bar(path_or_hub_id: str) -> ModelFolder:
     return open_model_folder(path_or_hub_id)
 
 
-def packed_folder(folder: ModelFolder) -> PackedFolder | None:
-    """Returns the reader of a folder's weights if some are packed. Raises ModelRefused."""
+def with_tensors(folder: ModelFolder, scheme: Scheme | None) -> ModelFolder:
+    """Returns the folder with what its files of weights hold; `scheme`: of those that are packed. Raises
+    ModelRefused."""
+    packed: PackedFolder | None = None
     if folder.weight_files[0].name == GGUF_FILE:
-        return GgufWeights(folder.weight_files[0], folder.config)
-    return None
+        packed = GgufWeights(folder.weight_files[0], folder.config)
+    else:
+        stored = stored_tensors(folder.weight_files)
+        if scheme is None:
+            return replace(folder, tensors=stored)
+        packed = CompressedWeights(scheme, stored)
+    return replace(folder, tensors=packed.tensors, packed=packed)
 
 
 def shown_name(path_or_hub_id: str) -> str:

@@ -1,0 +1,187 @@
+"""Folders of packed weights in safetensors files: each layout means what it says, and what is not understood is
+refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from specdec.engine.loading.compressed import read_scheme
+from specdec.engine.loading.folder_files import WEIGHTS_FILE
+from specdec.engine.loading.model_folder import open_model_folder
+from specdec.errors import ModelRefused
+from tests.support.compressed_folders import LAYOUTS, pack_folder, scheme, words
+from tests.support.engine_models import Driver, make_tiny_model, random_tokens
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("plain"), "llama", num_hidden_layers=2, intermediate_size=160)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_logits_and_texts_are_those_that_a_layout_means(layout: str, plain: Path, tmp_path: Path) -> None:
+    """Claim: each weight is scale times (integer - zero point), once rounded, also as a `PackedWeight`; logits and
+    greedy text are those of `transformers` with these weights.
+
+    Source: the layouts' pages. Conclusive: the test packs by its own code, in float64, with another scale for each
+    group, row or block, and all values of a number; rows and blocks do not divide all sizes.
+    """
+    meant = pack_folder(plain, tmp_path / "packed", layout)
+    folder = open_model_folder(str(tmp_path / "packed"))
+    assert folder.packed
+    assert folder.tensors.keys() == meant.keys()
+    for name, weight in meant.items():
+        assert torch.equal(folder.packed.dense(name), weight.to(torch.float32)), name
+        packed = folder.packed.packed(name)
+        if packed is not None:
+            assert torch.equal(packed.dense(), weight.to(torch.float32)), name
+    one = "model.layers.0.mlp.down_proj.weight"
+    _, _, kind, bits, group, has_zeros, dtype = LAYOUTS[layout]
+    assert (folder.packed.packed(one) is None) == (kind == "float8" or (has_zeros and dtype is torch.float32))
+    assert folder.packed.format == f"{LAYOUTS[layout][0]} {'F8_E4M3' if kind == 'float8' else f'I{bits}'}"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    reference.load_state_dict({name: weight.to(torch.float32) for name, weight in meant.items()})
+    driver, tokens = Driver.load(tmp_path / "packed", "float32"), random_tokens(60, 1)
+    found = driver.feed(driver.open(60), tokens)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0, :, :288]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert f"weights {folder.packed.format}" in driver.model.description.libraries
+
+
+def test_words_hold_the_first_value_in_their_lowest_bits(plain: Path, tmp_path: Path) -> None:
+    """Claim: the test's own packing is that of the layout. Conclusive: words written out by hand."""
+    assert words(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9]]), 4).tolist() == [[0x87654321 - (1 << 32), 9]]
+    assert words(torch.tensor([[1, 2, 3, 255]]), 8).tolist() == [[0xFF030201 - (1 << 32)]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ("gptq", "quantization_config is"),
+        ({"quant_method": "gptq"}, 'quant_method is "gptq"'),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
+        (scheme("w4-groups") | {"format": "marlin-24"}, 'format is "marlin-24"'),
+        (scheme("w4-groups") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        (scheme("w4-groups") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is"),
+        (scheme("w4-groups") | {"config_groups": None}, "config_groups is null"),
+        (scheme("w4-groups") | {"config_groups": {"g": {"weights": {"num_bits": 3}}}}, "num_bits is 3"),
+        (scheme("w4-groups") | {"config_groups": {"g": {"weights": None}}}, "num_bits is null"),
+        (scheme("w4-groups") | {"config_groups": {"g": {"format": "x"}}}, 'g.format is "x"'),
+        (
+            scheme("w4-groups") | {"config_groups": {"g": {"weights": {"num_bits": 4, "actorder": "group"}}}},
+            'actorder is "group"',
+        ),
+    ],
+)
+def test_a_scheme_that_is_not_understood_is_refused_by_name(entry: object, named: str) -> None:
+    """Claim: a method, format, number of bits or order that is not read is refused by file, field and value.
+
+    Source: packed weights read wrongly answer differently. Conclusive: each entry is changed alone; the first one of
+    the layouts is read.
+    """
+    file = Path("config.json")
+    assert read_scheme(file, {"quantization_config": scheme("w4-groups")}) is not None
+    assert read_scheme(file, {}) is None
+    with pytest.raises(ModelRefused) as caught:
+        read_scheme(file, {"quantization_config": entry})
+    assert named.replace("quantization_config is", "quant_method is null") in str(caught.value)
+
+
+MODULE = "model.layers.0.mlp.up_proj"
+Tensors = dict[str, torch.Tensor]
+FAULTS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
+    "no shape": ("w4-groups", lambda parts: parts.pop(f"{MODULE}.weight_shape"), "has no weight_shape"),
+    "another shape": (
+        "w4-groups",
+        lambda parts: parts.update({f"{MODULE}.weight_shape": torch.tensor([160, 1 << 40])}),
+        "weight_shape has the value [160, 1099511627776]",
+    ),
+    "a shape below 0": (
+        "w4-groups",
+        lambda parts: parts.update({f"{MODULE}.weight_shape": torch.tensor([160, -64])}),
+        "weight_shape has the value",
+    ),
+    "bytes for words": (
+        "w4-groups",
+        lambda parts: parts.update({f"{MODULE}.weight_packed": torch.zeros(160, 8, dtype=torch.uint8)}),
+        "weight_packed has the type",
+    ),
+    "an order of inputs": (
+        "w4-groups",
+        lambda parts: parts.update({f"{MODULE}.weight_g_idx": torch.zeros(64, dtype=torch.int32)}),
+        "weight_g_idx belongs to no",
+    ),
+    "scales of no groups": (
+        "w4-groups",
+        lambda parts: parts.update({f"{MODULE}.weight_scale": torch.ones(160, 3)}),
+        "weight_scale has the shape [160, 3]",
+    ),
+    "scales without a size": (
+        "w4-groups",
+        lambda parts: parts.update({f"{MODULE}.weight_scale": torch.ones(160, 0)}),
+        "weight_scale has the shape [160, 0]",
+    ),
+    "scales of integers": (
+        "int8-rows",
+        lambda parts: parts.update({f"{MODULE}.weight_scale": torch.ones(160, 1, dtype=torch.int32)}),
+        "weight_scale has the type",
+    ),
+    "zero points of other groups": (
+        "w4-groups-zeros",
+        lambda parts: parts.update({f"{MODULE}.weight_zero_point": torch.zeros(20, 5, dtype=torch.int32)}),
+        "weight_zero_point has the shape [20, 5]",
+    ),
+    "scales of other blocks": (
+        "fp8-blocks",
+        lambda parts: parts.update({f"{MODULE}.weight_scale_inv": torch.ones(2, 2)}),
+        "weight_scale_inv has the shape [2, 2]",
+    ),
+    "integers without a scale": (
+        "int8-rows",
+        lambda parts: parts.pop(f"{MODULE}.weight_scale"),
+        f"{MODULE}.weight has the type",
+    ),
+    "two scales": (
+        "fp8-blocks",
+        lambda parts: parts.update({f"{MODULE}.weight_scale": torch.ones(1)}),
+        "has two weights or scales",
+    ),
+    "a lost weight": ("w4-groups", lambda parts: parts.pop(f"{MODULE}.weight_packed"), f"lack {MODULE}.weight"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_tensors_that_do_not_fit_are_refused_by_name(name: str, plain: Path, tmp_path: Path) -> None:
+    """Claim: a packed weight whose tensors do not fit each other is refused by tensor and value, before it is made.
+
+    Source: the layouts' pages. Conclusive: each fault is planted alone into a folder that is read (the tests above);
+    a shape of 2^40 inputs would take terabytes.
+    """
+    layout, plant, named = FAULTS[name]
+    pack_folder(plain, tmp_path / "packed", layout)
+    parts = load_file(tmp_path / "packed" / WEIGHTS_FILE)
+    plant(parts)
+    save_file(parts, tmp_path / "packed" / WEIGHTS_FILE, metadata={"format": "pt"})
+    with pytest.raises(ModelRefused) as caught:
+        Driver.load(tmp_path / "packed", "float32")
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_scheme_is_part_of_the_digest(plain: Path, tmp_path: Path) -> None:
+    """Claim: two folders of equal weights and other schemes have other digests. Conclusive: one entry is changed."""
+    pack_folder(plain, tmp_path / "packed", "fp8-blocks")
+    digest = open_model_folder(str(tmp_path / "packed")).digest()
+    file = tmp_path / "packed" / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["quantization_config"]["activation_scheme"] = "static"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    assert open_model_folder(str(tmp_path / "packed")).digest() != digest
