@@ -56,6 +56,22 @@ def test_weights_logits_and_texts_are_those_that_a_layout_means(layout: str, pla
     assert f"weights {folder.packed.format}" in driver.model.description.libraries
 
 
+def test_logits_of_float8_blocks_are_those_of_transformers_on_the_folder(plain: Path, tmp_path: Path) -> None:
+    """Claim: a folder of FP8 weights by block has the logits that `transformers` has of the same folder.
+
+    Source: `transformers`, which unpacks it itself. Conclusive: no code of the reader has a part in the reference.
+    """
+    pack_folder(plain, tmp_path / "packed", "fp8-even-blocks")
+    unpacking = transformers.FineGrainedFP8Config(weight_block_size=(32, 32), dequantize=True)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "packed", dtype=torch.float32, quantization_config=unpacking
+    )
+    driver, tokens = Driver.load(tmp_path / "packed", "float32"), random_tokens(60, 1)
+    with torch.inference_mode():
+        expected = reference.eval()(torch.tensor([tokens])).logits[0, :, :288]
+    torch.testing.assert_close(driver.feed(driver.open(60), tokens), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_words_hold_the_first_value_in_their_lowest_bits(plain: Path, tmp_path: Path) -> None:
     """Claim: the test's own packing is that of the layout. Conclusive: words written out by hand."""
     assert words(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9]]), 4).tolist() == [[0x87654321 - (1 << 32), 9]]

@@ -27,8 +27,9 @@ LAYOUTS: dict[str, tuple[str, str, str, int, int, bool, torch.dtype]] = {
     "fp8-tensor": ("compressed-tensors", "float-quantized", "float8", 8, -1, False, torch.bfloat16),
     "fp8-rows": ("compressed-tensors", "float-quantized", "float8", 8, 0, False, torch.bfloat16),
     "fp8-blocks": ("fp8", "", "float8", 8, 48, False, torch.float32),
+    "fp8-even-blocks": ("fp8", "", "float8", 8, 32, False, torch.float32),
 }
-BLOCKS = (40, 48)  # neither divides all sizes of a tiny model
+BLOCKS = {48: (40, 48), 32: (32, 32)}  # by inputs: the first ones do not divide the sizes of a tiny model
 
 
 def words(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -77,7 +78,7 @@ def stored(layout: str, name: str, weight: torch.Tensor) -> tuple[dict[str, torc
 def stored_float8(layout: str, module: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     _, _, _, _, group, _, dtype = LAYOUTS[layout]
     rows, width = weight.shape
-    blocks = {-1: (rows, width), 0: (1, width)}.get(group, BLOCKS)
+    blocks = {-1: (rows, width), 0: (1, width)}.get(group) or BLOCKS[group]
     scale = torch.zeros(-(-rows // blocks[0]), -(-width // blocks[1]))
     for row in range(scale.shape[0]):
         for column in range(scale.shape[1]):
@@ -94,7 +95,7 @@ def stored_float8(layout: str, module: str, weight: torch.Tensor) -> tuple[dict[
 def scheme(layout: str) -> dict[str, Any]:
     method, form, kind, bits, group, has_zeros, _ = LAYOUTS[layout]
     if method == "fp8":
-        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCKS)}
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCKS[group])}
     strategy = {-1: "tensor", 0: "channel"}.get(group, "group")
     weights = {"num_bits": bits, "type": "float" if kind == "float8" else "int", "symmetric": not has_zeros}
     weights |= {"strategy": strategy, "group_size": group if group > 0 else None}

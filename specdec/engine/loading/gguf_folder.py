@@ -82,12 +82,12 @@ def _byte_level_bpe(gguf: GgufFile, tokens: list[str], merges: list[Any], types:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     name = gguf.metadata.get(TOKENIZER + "pre")
-    regex = GGUF_PRE_TOKENIZER_SPLITS.get(name)
+    regex: str | None = GGUF_PRE_TOKENIZER_SPLITS.get(str(name))
     if regex is None and name not in SPLITS_OF_GPT2:
         known = ", ".join(sorted({*GGUF_PRE_TOKENIZER_SPLITS, *SPLITS_OF_GPT2}))
         raise refuse(gguf.path, TOKENIZER + "pre", name, f"one of {known}")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    whole_words_first = name is not None and regex == GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]
+    whole_words_first = regex == GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words_first))
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None)
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if name == "smollm" else []
