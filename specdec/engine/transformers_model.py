@@ -34,6 +34,7 @@ from specdec.engine.loading.encoder_decoder import (
 )
 from specdec.engine.loading.fitting import check_weights, class_of, config_of, empty_model
 from specdec.engine.loading.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
+from specdec.engine.packed import PackedLinear
 from specdec.engine.retokenizer import Retokenizer
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused, refusing
@@ -224,11 +225,12 @@ def dtype_of(config: dict[str, Any], dtype_name: str) -> torch.dtype:
 def output_layer(model: transformers.PreTrainedModel, columns: torch.Tensor, backend: Backend) -> nn.Module:
     """Returns the output layer in float32, for these ids, with the architecture's scaling of logits."""
     output = model.get_output_embeddings()
-    if not isinstance(output, nn.Linear):
+    if not isinstance(output, (nn.Linear, PackedLinear)):
         raise ModelRefused(f"an output layer of type {type(output).__name__} is not supported")
     count = len(columns)
     chosen = slice(count) if columns[-1] == count - 1 else columns  # a view, if they are the first ones
-    weight = output.weight.detach()[chosen]
+    is_packed = isinstance(output, PackedLinear)
+    weight = output.weight.chosen(chosen) if is_packed else output.weight.detach()[chosen]
     bias = None if output.bias is None else output.bias.detach()[chosen]
     return backend.output_layer(weight, bias, *logit_scaling(model))
 

@@ -1,5 +1,5 @@
-"""What the native kernels are called with: weights in panels, norms, caches, rows and a step's arguments, each checked at
-construction and holding the memory that its `struct` points to.
+"""What the native kernels are called with: weights in panels, norms, caches, rows and a step's arguments, each checked
+at construction and holding the memory that its `struct` points to.
 
 Every check of a type, size or stride that native/kernels.h leaves to its caller is here or in `kernels`. A wrong one
 raises ValueError that names field, value and limit.

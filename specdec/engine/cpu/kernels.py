@@ -202,7 +202,9 @@ class Kernels:
 
     def _panels_of(self, out_size: int, in_size: int, form: PanelFormat) -> Tensor:
         """Memory for the panels of a weight."""
-        return self._slab.take(self._library.sd_packed_bytes(structs.WeightStruct(None, None, out_size, in_size, *form)))
+        return self._slab.take(
+            self._library.sd_packed_bytes(structs.WeightStruct(None, None, out_size, in_size, *form))
+        )
 
     def _pack_groups(self, weight: PackedWeight, bias: Tensor | None) -> WeightPanels:
         """Groups that end inside a block of the kernels' sums are cut: their parts have the same scale."""

@@ -132,9 +132,29 @@ INLINE v16 common_of(const int kind, float zero) {
     return v16_all(zero);
 }
 
+// Adds a group of one panel to its sums, which lie in memory: registers hold those of the group.
+INLINE void end_group(const int rows, const int p, const tile *t, int64_t group,
+                      const v16 parts[TILE_ROWS][PANELS_MAX]) {
+    const char *panel = t->panels + p * t->panel_bytes;
+    float *sums = t->sums + p * LANES;
+    if (t->x_sums != NULL) {
+        const v16 minima = v16_load_as(panel + t->to_minima, group * LANES, t->minimum_type);
+        for (int r = 0; r < rows; r++) {
+            const v16 x_sum = v16_all(t->x_sums[r * t->x_sums_stride + group]);
+            v16_store(sums + r * t->sums_stride, v16_fma(minima, x_sum, v16_load(sums + r * t->sums_stride)));
+        }
+    }
+    const v16 scale = v16_load_as(panel + t->to_scales, group * LANES, t->scale_type);
+    __builtin_prefetch(panel + t->to_scales + group * LANES * size_of(t->scale_type) + t->ahead, 0, 2);
+    for (int r = 0; r < rows; r++) {
+        float *sum = sums + r * t->sums_stride;
+        v16_store(sum, v16_fma(scale, parts[r][p], v16_load(sum)));
+    }
+}
+
 // sums[r][p] += x[r][k] * panels[p][k], group by group, from the tile's group `group` on; see the order above.
 INLINE void add_groups(const int kind, const int rows, const int panels, const tile *t, const char *w, const char *x,
-                       int64_t group, int64_t units, v16 sums[TILE_ROWS][PANELS_MAX]) {
+                       int64_t group, int64_t units) {
     const int64_t panel_bytes = t->panel_bytes, x_row = t->x_row, ahead = t->ahead;
     const v16 common = common_of(kind, t->zero);
     for (const int64_t end = group + units / t->group_units; group < end; group++) {
@@ -145,7 +165,9 @@ INLINE void add_groups(const int kind, const int rows, const int panels, const t
             for (int p = 0; p < panels; p++) __builtin_prefetch(w + p * panel_bytes + ahead, 0, 2);
             for (int i = 0; i < line_units(kind); i++) {
                 v16 values[PANELS_MAX];
-                for (int p = 0; p < panels; p++) values[p] = values_at(kind, w + p * panel_bytes, i, common);
+                const char *line = w;
+                __asm__ volatile("" : "+r"(line));  // read again: kept in registers it would drive sums out of them
+                for (int p = 0; p < panels; p++) values[p] = values_at(kind, line + p * panel_bytes, i, common);
                 for (int r = 0; r < rows; r++) {
                     const float unit = unit_at(x + r * x_row, i);
                     for (int p = 0; p < panels; p++)
@@ -154,17 +176,7 @@ INLINE void add_groups(const int kind, const int rows, const int panels, const t
                 }
             }
         }
-        for (int p = 0; p < panels && t->x_sums != NULL; p++) {
-            const v16 minima = v16_load_as(t->panels + p * panel_bytes + t->to_minima, group * LANES, t->minimum_type);
-            for (int r = 0; r < rows; r++)
-                sums[r][p] = v16_fma(minima, v16_all(t->x_sums[r * t->x_sums_stride + group]), sums[r][p]);
-        }
-        for (int p = 0; p < panels; p++) {
-            const char *scales = t->panels + p * panel_bytes + t->to_scales;
-            const v16 scale = v16_load_as(scales, group * LANES, t->scale_type);
-            __builtin_prefetch(scales + group * LANES * size_of(t->scale_type) + ahead, 0, 2);
-            for (int r = 0; r < rows; r++) sums[r][p] = v16_fma(scale, parts[r][p], sums[r][p]);
-        }
+        for (int p = 0; p < panels; p++) end_group(rows, p, t, group, parts);
     }
 }
 

@@ -44,18 +44,19 @@ INLINE void add_units(const int kind, const int rows, const int panels, const ti
 }
 
 INLINE void add_tile(const int kind, const int rows, const int panels, const tile *t) {
+    if (are_groups(kind)) {
+        for (int64_t k = 0; k < t->units; k += BLOCK)
+            add_groups(kind, rows, panels, t, t->panels + panel_bytes_of(kind, k), t->x + k / BLOCK * t->x_step,
+                       k / t->group_units, least(BLOCK, t->units - k));
+        return;
+    }
     v16 sums[TILE_ROWS][PANELS_MAX];
     for (int r = 0; r < rows; r++) {
         for (int p = 0; p < panels; p++) sums[r][p] = v16_load(t->sums + r * t->sums_stride + p * LANES);
     }
     for (int64_t k = 0; k < t->units; k += BLOCK) {
-        const char *w = t->panels + panel_bytes_of(kind, k), *x = t->x + k / BLOCK * t->x_step;
-        const int64_t units = least(BLOCK, t->units - k);
-        if (are_groups(kind)) {
-            add_groups(kind, rows, panels, t, w, x, k / t->group_units, units, sums);
-        } else {
-            add_units(kind, rows, panels, t, w, x, units, sums);
-        }
+        add_units(kind, rows, panels, t, t->panels + panel_bytes_of(kind, k), t->x + k / BLOCK * t->x_step,
+                  least(BLOCK, t->units - k), sums);
     }
     for (int r = 0; r < rows; r++) {
         for (int p = 0; p < panels; p++) v16_store(t->sums + r * t->sums_stride + p * LANES, sums[r][p]);
