@@ -22,6 +22,7 @@ PROMPTS, CHAT_PROMPTS = EMBEDDED_MODELS / "heldout_prompts.jsonl", EMBEDDED_MODE
 TOKENIZER_BYTES_MAX = 256 << 20  # those of large vocabularies take tens of megabytes
 JSON_BYTES_MAX = 32 << 20  # of any other file: the index of a large model's weights takes ten megabytes
 GGUF_SUFFIX, GGUF_FOLDER_VERSION = ".gguf", 1  # increases with each change of the folders made of GGUF files
+NAME_MAX = 50  # characters of a file's name in that of its folder: at most 200 bytes
 LFS_START = b"version https://git-lfs.github.com/"
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
@@ -85,6 +86,8 @@ def tokenizer_file(path_or_hub_id: str) -> Path:
     folder = local_folder(path_or_hub_id)
     if folder.is_dir():
         return folder / "tokenizer.json"
+    if gguf_source(path_or_hub_id):
+        raise ModelRefused(f"{path_or_hub_id}: its tokenizer is read where a model of this machine is loaded from it")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

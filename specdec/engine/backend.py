@@ -15,6 +15,7 @@ from torch import nn
 
 from specdec.engine.attention import AttentionMetadata, AttentionShape, EncoderDecoderMetadata
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
+from specdec.engine.packed import PackedWeight
 
 StepAttention = AttentionMetadata | EncoderDecoderMetadata  # of a decoder alone; of an encoder-decoder model
 
@@ -73,7 +74,7 @@ class Backend(Protocol):
         """Replaces modules of a base model in place. Raises ModelRefused for modules that it does not support."""
 
     def output_layer(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
+        self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, scale: float, softcap: float | None
     ) -> nn.Module:
         """Returns the output layer in float32, softcap * tanh(scale * x @ weight / softcap). weight [vocab, in]."""
 

@@ -67,6 +67,10 @@ class PackedWeight:
             raise ValueError(f"{name}.shape is {list(numbers.shape)}; it must be {shape}")
 
     @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
     def out_size(self) -> int:
         return self.values.shape[0]
 
@@ -95,3 +99,22 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
+
+
+def unpack_linears(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces every packed layer within a module by nn.Linear of this type, for a backend that multiplies dense ones;
+    one after the other, so that the memory of each is free before the next is unpacked."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, PackedLinear):
+            setattr(module, name, _dense_linear(child, dtype))
+        else:
+            unpack_linears(child, dtype)
+
+
+def _dense_linear(packed: PackedLinear, dtype: torch.dtype) -> nn.Linear:
+    out_size, in_size = packed.weight.shape
+    linear = nn.Linear(in_size, out_size, bias=packed.bias is not None, device="meta")
+    linear.weight = nn.Parameter(packed.weight.dense().to(dtype), requires_grad=False)
+    if packed.bias is not None:
+        linear.bias = nn.Parameter(packed.bias.to(dtype), requires_grad=False)
+    return linear

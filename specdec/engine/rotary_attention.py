@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from specdec.engine.attention import AttentionCall, AttentionMetadata, CallRecorder
+from specdec.engine.packed import PackedLinear
 from specdec.errors import ModelRefused
 
 ROTARY_NAME = "rotary_emb"  # the module that computes cosines and sines, in every architecture with one
@@ -131,6 +132,8 @@ def fits(module: nn.Module, rotated_size: int) -> bool:
     head_size = getattr(module, "head_dim", None)
     if head_size != rotated_size or names not in (PROJECTIONS, PROJECTIONS | HEAD_NORMS):
         return False
+    if any(isinstance(module.get_submodule(name), PackedLinear) for name in PROJECTIONS):
+        return False  # joined as panels, if at all
     if names >= HEAD_NORMS and module.get_submodule("q_norm").get_parameter("weight").shape != (head_size,):
         return False  # a norm over all heads together
     expected, its_output = _call(module, head_size)

@@ -8,10 +8,9 @@ computation are float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +34,8 @@ from specdec.engine.loading.encoder_decoder import (
 )
 from specdec.engine.loading.fitting import check_weights, class_of, config_of, empty_model
 from specdec.engine.loading.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
-from specdec.engine.loading.stored import PackedFolder
+from specdec.engine.loading.packed_model import packed_model, unpacked
+from specdec.engine.packed import PackedLinear
 from specdec.engine.retokenizer import Retokenizer
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused, refusing
@@ -160,7 +160,8 @@ def load_transformers_model(
         positions_max = served_pair_positions(folder.config, positions_max)
     else:
         positions_max = served_positions(name, config_of(folder).max_position_embeddings, positions_max)
-    model = read_weights(name, folder, digest, dtype, attention.NAME)
+    keeps_packed = device.type == "cpu" and not folder.has_encoder
+    model = read_weights(name, folder, digest, dtype, attention.NAME, keeps_packed)
     with refusing(name):
         model.eval().requires_grad_(False).to(device)
     vocabulary = VocabularyMap.read(folder.path, folder.token_string_count, _output_width(model))
@@ -176,12 +177,20 @@ def load_transformers_model(
 
 
 def read_weights(
-    name: str, folder: ModelFolder, digest: Callable[[], str], dtype: torch.dtype, attention_name: str | None = None
+    name: str,
+    folder: ModelFolder,
+    digest: Callable[[], str],
+    dtype: torch.dtype,
+    attention_name: str | None = None,
+    keeps_packed: bool = False,
 ) -> transformers.PreTrainedModel:
     """Returns the model of a checked folder as `transformers` has it; `attention_name`: of its attention, absent: the
-    library's choice. `digest`: see `load_transformers_model`. Raises ModelRefused."""
+    library's choice. `keeps_packed`: as `packed_model` has it, for a folder of packed weights. `digest`: see
+    `load_transformers_model`. Raises ModelRefused."""
     transformers.utils.logging.disable_progress_bar()
     try:
+        if folder.packed and keeps_packed:
+            return packed_model(name, folder, folder.packed, dtype)
         check_weights(name, empty_model(name, folder, dtype), folder)
         with refusing(name), without_warning_of_ties() if folder.has_encoder else nullcontext():
             model, report = class_of(folder).from_pretrained(
@@ -203,22 +212,6 @@ def read_weights(
         raise
     read: transformers.PreTrainedModel = model
     return read
-
-
-def unpacked(packed: PackedFolder) -> Mapping[str, Any]:
-    """Returns the weights of a packed folder as dense ones, each read when `transformers` takes it, as it takes the
-    slices of a safetensors file."""
-    return {name: _Unread(partial(packed.dense, name)) for name in packed.tensors}
-
-
-class _Unread:
-    """A weight that is read when all of it is asked for."""
-
-    def __init__(self, read: Callable[[], torch.Tensor]):
-        self._read = read
-
-    def __getitem__(self, _all: object) -> torch.Tensor:
-        return self._read()
 
 
 def backend_for(
@@ -243,11 +236,12 @@ def dtype_of(config: dict[str, Any], dtype_name: str) -> torch.dtype:
 def output_layer(model: transformers.PreTrainedModel, columns: torch.Tensor, backend: Backend) -> nn.Module:
     """Returns the output layer in float32, for these ids, with the architecture's scaling of logits."""
     output = model.get_output_embeddings()
-    if not isinstance(output, nn.Linear):
+    if not isinstance(output, (nn.Linear, PackedLinear)):
         raise ModelRefused(f"an output layer of type {type(output).__name__} is not supported")
     count = len(columns)
     chosen = slice(count) if columns[-1] == count - 1 else columns  # a view, if they are the first ones
-    weight = output.weight.detach()[chosen]
+    is_packed = isinstance(output, PackedLinear)
+    weight = output.weight.chosen(chosen) if is_packed else output.weight.detach()[chosen]
     bias = None if output.bias is None else output.bias.detach()[chosen]
     return backend.output_layer(weight, bias, *logit_scaling(model))
 

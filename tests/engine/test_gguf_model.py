@@ -11,6 +11,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
+from specdec.engine.cpu.kernels import kernels
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ModelRefused
@@ -54,6 +55,11 @@ def test_logits_and_texts_are_those_of_transformers(architecture: str, kind: str
         expected = reference(torch.tensor([tokens])).logits[0, :, :288]
     found = driver.feed(driver.open(80), tokens)
     assert expected.std() > 0.05
+    dense_bytes = 4 * sum(
+        module.weight.numel() for module in reference.modules() if isinstance(module, torch.nn.Linear)
+    )
+    is_packed = driver.model.product_bytes < dense_bytes / 2
+    assert is_packed == (kernels() is not None and kind in ("Q8_0", "Q4_0", "Q4_1", "Q6_K"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     with torch.inference_mode():
         text = reference.generate(torch.tensor([tokens]), max_new_tokens=12, do_sample=False, eos_token_id=-1)

@@ -27,6 +27,14 @@ MODELS += [("target", "float32", 2, True), ("target", "bfloat16", 2, True), ("gp
 # Without kernels rows are computed one at a time.
 MODELS += [(name, dtype, 1, False) for name in ("llama", "gemma2") for dtype in ("float32", "bfloat16")]
 MODELS += [("gpt2", "float16", 1, False), ("cohere", "float32", 2, False)]
+# Packed weights, in one call and module by module.
+MODELS += [
+    (f"{name}-int{bits}", dtype, 1, True)
+    for name in ("llama", "gpt_neox")
+    for bits in (4, 8)
+    for dtype in ("float32", "bfloat16")
+]
+MODELS += [("llama-int4", "float32", 1, False)]
 # Of each kind, type and number of threads one; the others run with the longer tests.
 USUAL = {
     ("target", "float32", 1, True),
@@ -37,6 +45,8 @@ USUAL = {
     ("gemma2", "float16", 1, True),
     ("gemma3-wide", "float32", 1, True),
     ("gpt_neox", "bfloat16", 1, True),
+    ("llama-int4", "bfloat16", 1, True),
+    ("llama-int8", "float32", 1, True),
     ("llama", "bfloat16", 1, False),
     ("cohere", "float32", 2, False),
 }

@@ -77,15 +77,45 @@ static int read_plan(FILE *file, plan *p) {
     return 1;
 }
 
+// Integers in groups, of sizes and types that follow from the seed; the bias is set by the caller.
+static sd_weight new_groups(int64_t out_size, int64_t in_size, const plan *p) {
+    int64_t group = 8, longest = 8 << (p->n.seed % 7);
+    while (group < longest && in_size % (2 * group) == 0) group *= 2;
+    int32_t scale_type = (int32_t)(p->n.seed % 3), minimum_type = p->n.seed % 2 ? SD_NONE : (int32_t)(p->n.seed % 5 % 3);
+    sd_weight weight = {NULL, NULL, out_size, in_size, (int32_t)p->n.weight_type, scale_type, minimum_type, group};
+    int64_t groups = out_size * (in_size / group);
+    void *scales = numbers_of(groups, scale_type);
+    void *minima = minimum_type == SD_NONE ? NULL : numbers_of(groups, minimum_type);
+    int8_t *values = memory_of(out_size * in_size);
+    for (int64_t i = 0; i < out_size * in_size; i++) {
+        int32_t byte = (int32_t)(next_number() & 255);
+        values[i] = (int8_t)(weight.type == SD_INT8 ? byte - 128 : byte % 16 - (minima ? 0 : 8));
+    }
+    void *panels = memory_of(sd_packed_bytes(&weight));
+    sd_pack_groups(&weight, values, scales, minima, panels);
+    weight.panels = panels;
+    return weight;
+}
+
 static sd_weight new_weight(int64_t out_size, int64_t in_size, const plan *p) {
+    const float *bias = p->n.flags & BIASES ? numbers_of(out_size, SD_FLOAT32) : NULL;
     int32_t type = (int32_t)p->n.weight_type;
+    if (type == SD_INT4 || type == SD_INT8) {
+        if (in_size % 8 == 0) {
+            sd_weight weight = new_groups(out_size, in_size, p);
+            weight.bias = bias;
+            return weight;
+        }
+        type = (int32_t)p->n.type;
+    }
+    sd_weight weight = {NULL, bias, out_size, in_size, type, SD_NONE, SD_NONE, 0};
     // Packed from a transposed weight with a gap behind each of its rows.
     int64_t stride = out_size + 3;
-    void *weight = numbers_of((in_size - 1) * stride + out_size, type);
-    void *panels = memory_of(sd_packed_bytes(type, out_size, in_size));
-    sd_pack(weight, type, out_size, in_size, 1, stride, panels);
-    const float *bias = p->n.flags & BIASES ? numbers_of(out_size, SD_FLOAT32) : NULL;
-    return (sd_weight){panels, bias, out_size, in_size, type};
+    void *numbers = numbers_of((in_size - 1) * stride + out_size, type);
+    void *panels = memory_of(sd_packed_bytes(&weight));
+    sd_pack(numbers, type, out_size, in_size, 1, stride, panels);
+    weight.panels = panels;
+    return weight;
 }
 
 static sd_norm new_norm(int64_t size, const plan *p, int64_t flag) {
@@ -174,6 +204,9 @@ static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
     char *qkv = memory_of(rows * qkv_size * item_size(type));
     sd_product(&layer->qkv, x, type, x_stride, qkv, type, qkv_size, rows, threads);
     add_numbers(qkv, rows * qkv_size, type);
+    char *outputs = memory_of(rows * hidden * item_size(type));
+    sd_unpack(&model->output, p->ids, rows, outputs, type);
+    add_numbers(outputs, rows * hidden, type);
     char *normed = memory_of(rows * hidden * item_size(type));
     sd_normalize(&layer->before_mlp, x, x_stride, normed, hidden, type, rows, hidden, threads);
     sd_activate(model->activation, normed, normed, type, rows * hidden, threads);

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, field, fields
 
 MODEL_TYPES = (0, 1, 2)
+PACKED_TYPES = (3, 4)  # of products whose inputs are a multiple of 8
 EXTREMES = (-(2**31), -(2**31) + 1, 2**31 - 1, -1)
 # Flags of driver.c.
 TIED, INPUTS, EXCHANGE, FAILING, ABANDONED, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN = (
@@ -116,8 +117,8 @@ def random_sizes(chance: random.Random, seed: int) -> Sizes:
         if chance.random() < 0.3
     )
     flags |= chance.choice((0, 0, 0, 0, EXCHANGE, EXCHANGE, EXCHANGE | FAILING, ABANDONED))
-    weight_type = chance.choice((kind, kind, *MODEL_TYPES))
-    if weight_type == kind and chance.random() < 0.5:
+    weight_type = chance.choice((kind, kind, *MODEL_TYPES, *PACKED_TYPES))
+    if weight_type in (kind, *PACKED_TYPES) and chance.random() < 0.5:
         flags |= TIED
     block_count = chance.choice((1, 2, 3, 7, 20, 640 // block_size + 3))
     return Sizes(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specdec.engine.cpu.compile_kernels import SOURCES, UNITS, Compiler, find_compiler
-from specdec.engine.cpu.structs import WeightStruct
+from specdec.engine.cpu.structs import INT4, INT8, NONE, WeightStruct
 
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 Array = np.ndarray[Any, Any]
@@ -28,7 +28,7 @@ PRODUCTS_ONLY = """
 #define TEXT(x) #x
 #define NAME_OF(unit) TEXT(unit)
 const sd_kernels TABLE_OF(UNIT) = {.family = "", .instructions = NAME_OF(UNIT), .packed_bytes = packed_bytes,
-                                   .pack = pack, .product = product};
+                                   .pack = pack, .pack_groups = pack_groups, .unpack = unpack, .product = product};
 """
 
 
@@ -61,25 +61,34 @@ class Library:
 
     def pack(self, weight: Array, name: str, bias: Array | None = None) -> Weight:
         """weight [out, in], bias float32 [out]."""
-        return Weight(self, weight, name, bias)
+        own = Weight(self, weight.shape, (TYPES[name], NONE, NONE, 0), bias)
+        given = np.ascontiguousarray(stored(weight, name))
+        sizes = [ctypes.c_int64(size) for size in (*weight.shape, weight.shape[1], 1)]
+        self.functions.sd_pack(pointer(given), TYPES[name], *sizes, pointer(own.panels))
+        return own
+
+    def pack_groups(
+        self, bits: int, values: Array, scales: Array, minima: Array | None, bias: Array | None = None
+    ) -> Weight:
+        """values [out, in] int8, scales and minima [out, groups] of one type, float16 or float32."""
+        number = TYPES[scales.dtype.name]
+        form = INT4 if bits == 4 else INT8, number, NONE if minima is None else number
+        own = Weight(self, values.shape, (*form, values.shape[1] // scales.shape[1]), bias)
+        given = [pointer(each) for each in (values, scales)] + [None if minima is None else pointer(minima)]
+        self.functions.sd_pack_groups(ctypes.byref(own.struct), *given, pointer(own.panels))
+        return own
 
 
 class Weight:
-    """A packed weight [out, in] of one library."""
+    """A weight [out, in] of one library, whose panels are to be filled. `form`: the last fields of sd_weight."""
 
-    def __init__(self, library: Library, weight: Array, name: str, bias: Array | None):
+    def __init__(self, library: Library, shape: tuple[int, ...], form: tuple[int, ...], bias: Array | None):
         self.functions = library.functions
-        self.out_size, self.in_size = weight.shape
-        given = np.ascontiguousarray(stored(weight, name))
-        sizes = [ctypes.c_int64(size) for size in (self.out_size, self.in_size)]
-        strides = [ctypes.c_int64(self.in_size), ctypes.c_int64(1)]
-        self.panels = np.empty(self.functions.sd_packed_bytes(TYPES[name], *sizes), np.uint8)
+        self.out_size, self.in_size = shape
         self.bias = bias
-        self.functions.sd_pack(pointer(given), TYPES[name], *sizes, *strides, pointer(self.panels))
-        self.struct = WeightStruct()
+        self.struct = WeightStruct(None, None if bias is None else bias.ctypes.data, *shape, *form)
+        self.panels = np.empty(self.functions.sd_packed_bytes(ctypes.byref(self.struct)), np.uint8)
         self.struct.panels = self.panels.ctypes.data
-        self.struct.bias = None if bias is None else bias.ctypes.data
-        self.struct.out_size, self.struct.in_size, self.struct.type = self.out_size, self.in_size, TYPES[name]
 
     def product(self, x: Array, name: str, threads: int = 1, gap: int = 0) -> Array:
         """x [rows, in] -> float32 [rows, out]; `gap`: numbers that follow each row in memory, all not-a-number. They

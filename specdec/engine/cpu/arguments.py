@@ -1,5 +1,5 @@
-"""What the native kernels are called with: packed weights, norms, caches, rows and a step's arguments, each checked at
-construction and holding the memory that its `struct` points to.
+"""What the native kernels are called with: weights in panels, norms, caches, rows and a step's arguments, each checked
+at construction and holding the memory that its `struct` points to.
 
 Every check of a type, size or stride that native/kernels.h leaves to its caller is here or in `kernels`. A wrong one
 raises ValueError that names field, value and limit.
@@ -10,13 +10,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy
 import torch
 from torch import Tensor
 
 from specdec.engine.cpu.structs import (
+    INT4,
+    INT8,
+    NONE,
     ROUND_FIRST,
     ROUND_ONCE,
     CacheStruct,
@@ -73,25 +76,39 @@ def address_of(array: numpy.ndarray) -> int | None:
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
+class PanelFormat(NamedTuple):
+    """The last fields of sd_weight: the type of the panels, and of packed weights those of their groups."""
+
+    type: int
+    scale_type: int = NONE
+    minimum_type: int = NONE
+    group: int = 0
+
+
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
+class WeightPanels:
     """A weight [out_size, in_size] as `Kernels.pack` lays it out, with its bias; of the kernels that packed it."""
 
     out_size: int
     in_size: int
-    dtype: torch.dtype
+    format: PanelFormat
     panels: Tensor = field(repr=False)  # bytes
     bias: Tensor | None = field(repr=False)  # [out_size] float32
     struct: WeightStruct = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         bias = None if self.bias is None else self.bias.data_ptr()
-        sizes = self.out_size, self.in_size, TYPES[self.dtype]
-        object.__setattr__(self, "struct", WeightStruct(self.panels.data_ptr(), bias, *sizes))
+        sizes = self.out_size, self.in_size
+        object.__setattr__(self, "struct", WeightStruct(self.panels.data_ptr(), bias, *sizes, *self.format))
 
     @property
     def byte_count(self) -> int:
         return self.panels.numel() + (0 if self.bias is None else 4 * self.out_size)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of its numbers; None of a packed weight."""
+        return DTYPES.get(self.format.type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +298,8 @@ class StepModel:
             refuse("rotated_size", model.rotated_size, f"even, and at most {model.head_size}, the head size")
         if model.output.panels:
             self._check_weight("output", model.output, model.output.out_size, model.hidden_size)
-            if not model.embedding and model.output.type != model.type:
-                refuse("output.type, without an embedding,", model.output.type, f"{model.type}, the model's")
+            if not model.embedding and model.output.type not in (model.type, INT4, INT8):
+                refuse("output.type, without an embedding,", model.output.type, f"{model.type}, the model's, or packed")
         for index in range(model.layer_count):
             self._check_layer(index)
 

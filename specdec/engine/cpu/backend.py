@@ -26,6 +26,7 @@ from specdec.engine.cpu.products import KernelProduct, OutputLayer, replace_modu
 from specdec.engine.cpu.storage import CpuStorage
 from specdec.engine.interface import RaggedBatch, StepAbandoned, StepFlag, StepOutput
 from specdec.engine.loading.devices import keep_freed_memory
+from specdec.engine.packed import PackedWeight, unpack_linears
 from specdec.engine.parallel.modules import RankSum
 from specdec.engine.rotary_attention import table_angles
 
@@ -90,18 +91,20 @@ class CpuBackend:
         if self._kernels:
             replace_modules(self._kernels, base, self._dtype, self._positions_max)
         else:
+            unpack_linears(base, self._dtype)
             table_angles(base, self._positions_max, self._dtype, with_stand_ins=False)
 
     def output_layer(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
+        self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, scale: float, softcap: float | None
     ) -> nn.Module:
         if self._kernels:
             return OutputLayer(self._kernels, weight, bias, scale, softcap)
-        return PlainOutput(weight, bias, scale, softcap)
+        return PlainOutput(weight.dense() if isinstance(weight, PackedWeight) else weight, bias, scale, softcap)
 
     def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape, ids_end: int) -> None:
-        shapes = map(product_of, (*base.modules(), output))
-        self.product_shapes = [own for own in shapes if own is not None]
+        modules = (*base.modules(), output)
+        self.product_shapes = [own for own in map(product_of, modules) if own is not None]
+        self.product_bytes = sum(bytes_of(module, self._dtype) for module in modules)
         self._shape = shape
         self._rules = {
             rule: native.ScoreRule(
@@ -114,10 +117,6 @@ class CpuBackend:
             self._output = None if split else output
             sizes = shape, self._dtype, self._positions_max, ids_end
             self._call = llama_model(self._kernels, base, self._output, *sizes, split.total_of if split else None)
-
-    @property
-    def product_bytes(self) -> int:
-        return self._dtype.itemsize * sum(rows * columns for rows, columns in self.product_shapes)
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -187,3 +186,11 @@ def product_of(module: nn.Module) -> tuple[int, int] | None:
         rows, columns = module.weight.shape
         return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
     return None
+
+
+def bytes_of(module: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of the weight of a matrix product: packed, or of this type; 0 for other modules."""
+    if isinstance(module, KernelProduct) and module.weight.dtype is None:
+        return module.weight.panels.numel()
+    rows, columns = product_of(module) or (0, 0)
+    return dtype.itemsize * rows * columns

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import os
 import zlib
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
@@ -25,26 +26,28 @@ from specdec.engine.cpu.arguments import (
     TYPES,
     LayerCache,
     Norm,
-    PackedWeight,
+    PanelFormat,
     Rows,
     ScoreRule,
     StepArguments,
     StepModel,
+    WeightPanels,
     check_tensor,
     refuse,
     type_of,
 )
+from specdec.engine.packed import PackedWeight
 from specdec.errors import ConfigError
 
 __all__ = [
     "Kernels",
     "LayerCache",
     "Norm",
-    "PackedWeight",
     "Rows",
     "ScoreRule",
     "StepArguments",
     "StepModel",
+    "WeightPanels",
     "kernels",
 ]
 
@@ -55,6 +58,7 @@ CHOICES = ("avx2", "avx512", "avx512_bf16", "neon", "off")
 LIBRARY = Path(__file__).with_name("_kernels.so")
 SOURCES = Path(__file__).with_name("native")
 SLAB_BYTES = 64 << 20
+GROUP_MIN, GROUP_MAX = 8, 512  # of packed weights, of sd_weight
 ACTIVATIONS = {
     "silu": structs.SILU,
     "gelu": structs.GELU_ERF,
@@ -78,8 +82,10 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
     "sd_family": (),
     "sd_instructions": (),
     "sd_use": (c_char_p,),
-    "sd_packed_bytes": (c_int32, c_int64, c_int64),
+    "sd_packed_bytes": (POINTER(structs.WeightStruct),),
     "sd_pack": (c_void_p, c_int32, c_int64, c_int64, c_int64, c_int64, c_void_p),
+    "sd_pack_groups": (POINTER(structs.WeightStruct), *(c_void_p,) * 4),
+    "sd_unpack": (POINTER(structs.WeightStruct), c_void_p, c_int64, c_void_p, c_int32),
     "sd_product": (POINTER(structs.WeightStruct), *_TENSOR, *_TENSOR, c_int64, c_int32),
     "sd_normalize": (
         POINTER(structs.NormStruct),
@@ -173,21 +179,75 @@ class Kernels:
         machines with equal ones compute alike."""
         return f"{zlib.crc32(b''.join(_bits_of(result) for result in _fixed_set(self))):08x}"
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+    def pack(self, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> WeightPanels:
         """Returns a weight [out, in], of any strides, in the layout of `product`, with its `bias` [out] in float32."""
+        if isinstance(weight, PackedWeight):
+            return self._pack_groups(weight, self._own_bias(bias, weight.out_size))
         number = type_of("weight", weight)
         if weight.dim() != 2 or not weight.numel():
             refuse("weight.shape", list(weight.shape), "[out, in], each of at least one")
         out_size, in_size = weight.shape
+        bias = self._own_bias(bias, out_size)
+        panels = self._panels_of(out_size, in_size, PanelFormat(number))
+        self._library.sd_pack(weight.data_ptr(), number, out_size, in_size, *weight.stride(), panels.data_ptr())
+        return WeightPanels(out_size, in_size, PanelFormat(number), panels, bias)
+
+    def _own_bias(self, bias: Tensor | None, out_size: int) -> Tensor | None:
+        """Returns a copy in float32."""
         if bias is not None:
             type_of("bias", bias)
             bias = bias.detach().to(torch.float32, copy=True).contiguous()
             check_tensor("bias", bias, torch.float32, (out_size,))
-        panels = self._slab.take(self._library.sd_packed_bytes(number, out_size, in_size))
-        self._library.sd_pack(weight.data_ptr(), number, out_size, in_size, *weight.stride(), panels.data_ptr())
-        return PackedWeight(out_size, in_size, weight.dtype, panels, bias)
+        return bias
 
-    def product(self, weight: PackedWeight, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def _panels_of(self, out_size: int, in_size: int, form: PanelFormat) -> Tensor:
+        """Memory for the panels of a weight."""
+        return self._slab.take(
+            self._library.sd_packed_bytes(structs.WeightStruct(None, None, out_size, in_size, *form))
+        )
+
+    def _pack_groups(self, weight: PackedWeight, bias: Tensor | None) -> WeightPanels:
+        """Groups that end inside a block of the kernels' sums are cut: their parts have the same scale."""
+        group = math.gcd(weight.group, GROUP_MAX)
+        if group % GROUP_MIN:
+            refuse("weight.group", weight.group, f"a multiple of {GROUP_MIN}")
+        values, minima = weight.values, weight.minima
+        if minima is not None and weight.bits == 8:  # the kernels' bytes are signed
+            values = values.to(torch.int16).sub_(128).to(torch.int8)
+            minima = minima.float().add_(weight.scales.float(), alpha=128)
+        form = PanelFormat(
+            structs.INT4 if weight.bits == 4 else structs.INT8,
+            type_of("weight.scales", weight.scales),
+            structs.NONE if minima is None else type_of("weight.minima", minima),
+            group,
+        )
+        parts = weight.group // group
+        scales = weight.scales.repeat_interleave(parts, 1)
+        minima = None if minima is None else minima.repeat_interleave(parts, 1)
+        values = values.contiguous()
+        panels = self._panels_of(weight.out_size, weight.in_size, form)
+        found = WeightPanels(weight.out_size, weight.in_size, form, panels, bias)
+        self._library.sd_pack_groups(
+            found.struct,
+            values.data_ptr(),
+            scales.data_ptr(),
+            None if minima is None else minima.data_ptr(),
+            panels.data_ptr(),
+        )
+        return found
+
+    def unpack(self, weight: WeightPanels, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns outputs [...] int64 of a weight.  # [..., in] of dtype, rounded once to it"""
+        result = torch.empty(*outputs.shape, weight.in_size, dtype=dtype)
+        outputs = outputs.contiguous()
+        check_tensor("outputs", outputs, torch.int64, tuple(outputs.shape))
+        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < weight.out_size:
+            refuse("outputs", f"from {int(outputs.min())} to {int(outputs.max())}", f"from 0 to {weight.out_size - 1}")
+        number = type_of("result", result)
+        self._library.sd_unpack(weight.struct, outputs.data_ptr(), outputs.numel(), result.data_ptr(), number)
+        return result
+
+    def product(self, weight: WeightPanels, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x [..., in] -> x @ weight.T + bias [..., out] in `dtype`, else in that of x."""
         x, stride = _rows_of("x", x, weight.in_size)
         result = torch.empty(*x.shape[:-1], weight.out_size, dtype=dtype or x.dtype)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.cpu import structs
-from specdec.engine.cpu.arguments import TYPES, PackedWeight
-from specdec.engine.cpu.kernels import ACTIVATIONS
+from specdec.engine.cpu.arguments import TYPES, WeightPanels
+from specdec.engine.cpu.kernels import ACTIVATIONS, Kernels
 from specdec.engine.cpu.products import Activation, KernelProduct, Normalized, OutputLayer
 from specdec.engine.rotary_attention import ROTARY_NAME, RotaryTable
 
@@ -55,20 +55,17 @@ class ModelParts:
 
 
 class PackedEmbedding(nn.Module):
-    """A lookup in the packed weight of a tied output layer, which is then in memory once."""
+    """A lookup in the weight of a tied output layer, which is then in memory once."""
 
-    def __init__(self, weight: PackedWeight, scale: Tensor | None):
-        """`scale`: of the result, of the weight's type."""
+    def __init__(self, kernels: Kernels, weight: WeightPanels, dtype: torch.dtype, scale: Tensor | None):
+        """`scale`: of the result, of `dtype`, the model's."""
         super().__init__()
-        self.packed, self._scale = weight, scale
-        pair = 2 if weight.dtype == torch.bfloat16 else 1
-        count, depth = -(-weight.out_size // PANEL), -(-weight.in_size // pair)
-        self._panels = weight.panels.view(weight.dtype).view(count, depth, PANEL, pair)
+        self.packed, self.dtype, self._scale = weight, dtype, scale
+        self._kernels = kernels
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """Returns rows of the weight: token_ids [..., rows] -> [..., rows, hidden]."""
-        found = self._panels[token_ids // PANEL, :, token_ids % PANEL].flatten(-2)
-        return found[..., : self.packed.in_size]
+        return self._kernels.unpack(self.packed, token_ids, self.dtype)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids [..., rows] -> [..., rows, hidden]"""
@@ -162,13 +159,15 @@ def fill_attention(parts: ModelParts, layer: structs.LayerStruct, attention: Any
     layer.out = weight_struct(attention.o_proj)
 
 
-def join(products: Sequence[nn.Module]) -> PackedWeight:
+def join(products: Sequence[nn.Module]) -> WeightPanels:
     """Returns one weight with the outputs of several, which become views of it."""
     parts = [product for product in products if isinstance(product, KernelProduct)]
     weights = [part.weight for part in parts]
     sizes = [weight.out_size for weight in weights]
     if len(parts) < len(products) or any(size % PANEL for size in sizes[:-1]):
         raise UnknownPart(f"its projections have {sizes} outputs, which are no multiples of {PANEL}")
+    if len({weight.format for weight in weights}) > 1:
+        raise UnknownPart("its projections have different types")
     biases = [weight.bias for weight in weights]
     if len({bias is None for bias in biases}) > 1:
         raise UnknownPart("some of its projections have a bias")
@@ -179,7 +178,7 @@ def join(products: Sequence[nn.Module]) -> PackedWeight:
         end = start + weight.panels.numel()
         part.weight = replace(weight, panels=panels[start:end])
         start = end
-    return PackedWeight(sum(sizes), weights[0].in_size, weights[0].dtype, panels, bias)
+    return WeightPanels(sum(sizes), weights[0].in_size, weights[0].format, panels, bias)
 
 
 def angles_of(table: nn.Module, struct: structs.ModelStruct) -> dict[str | None, list[Tensor]]:
@@ -216,7 +215,7 @@ def fill_mlp(parts: ModelParts, layer: structs.LayerStruct, mlp: Any) -> None:
         for place, number in (("gate", 0), ("up", 1)):
             bias = None if both.bias is None else both.bias.data_ptr() + 4 * size * number
             panels = both.panels.data_ptr() + both.panels.numel() // 2 * number
-            setattr(layer, place, structs.WeightStruct(panels, bias, size, both.in_size, TYPES[both.dtype]))
+            setattr(layer, place, structs.WeightStruct(panels, bias, size, both.in_size, *both.format))
     else:
         raise UnknownPart(f"its MLP has the parts {', '.join(sorted(names))}")
 
@@ -249,7 +248,7 @@ def fill_embedding(parts: ModelParts, base: Any, output: nn.Module | None, dtype
         struct.embedding_scale = float(scale)
     if table.dtype != dtype or not table.is_contiguous() or struct.vocabulary_size > len(table):
         raise UnknownPart("its embeddings are of another type than the model")
-    tied = PackedEmbedding(output.weight, scale) if isinstance(output, OutputLayer) else None
+    tied = PackedEmbedding(output.kernels, output.weight, dtype, scale) if isinstance(output, OutputLayer) else None
     if tied and struct.vocabulary_size <= tied.packed.out_size and holds(tied, table):
         base.embed_tokens = tied
         return
@@ -259,8 +258,10 @@ def fill_embedding(parts: ModelParts, base: Any, output: nn.Module | None, dtype
 
 @torch.inference_mode()
 def holds(tied: PackedEmbedding, table: Tensor) -> bool:
-    """Whether the packed weight has the rows of a table, type and bits."""
-    if (tied.packed.dtype, tied.packed.in_size) != (table.dtype, table.shape[1]) or tied.packed.out_size > len(table):
+    """Whether the packed weight has the rows of a table, type and bits; of integers in groups, rounded to the type."""
+    if tied.packed.dtype not in (table.dtype, None) or tied.packed.in_size != table.shape[1]:
+        return False
+    if tied.packed.out_size > len(table):
         return False
     ids = torch.arange(tied.packed.out_size)
     return all(torch.equal(tied.rows(some), table[some]) for some in ids.split(1 << 12))

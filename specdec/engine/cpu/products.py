@@ -17,21 +17,23 @@ from transformers.pytorch_utils import Conv1D
 from specdec.engine.cpu.kernels import Kernels, Norm
 from specdec.engine.loading.architectures import SUPPORTED_ACTIVATIONS
 from specdec.engine.norms import norm_like
+from specdec.engine.packed import PackedLinear, PackedWeight
 from specdec.engine.rotary_attention import RotaryAttention, RotaryTable, has_projections, table_angles
 from specdec.errors import ModelRefused
 
 
 class KernelProduct(nn.Module):
-    """A `Product`, x @ weight + bias; each output one running sum. weight [out, in], bias [out]."""
+    """A `Product`, x @ weight + bias; each output one running sum. weight [out, in], dense or packed, bias [out]."""
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None):
+    def __init__(self, kernels: Kernels, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None):
         super().__init__()
-        self.weight = kernels.pack(weight.detach(), None if bias is None else bias.detach().float())
-        self._kernels = kernels
+        weight = weight if isinstance(weight, PackedWeight) else weight.detach()
+        self.weight = kernels.pack(weight, None if bias is None else bias.detach().float())
+        self.kernels = kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], of the same type."""
-        return self._kernels.product(self.weight, x)
+        return self.kernels.product(self.weight, x)
 
     def take_bias(self) -> torch.Tensor | None:
         bias = self.weight.bias
@@ -39,14 +41,19 @@ class KernelProduct(nn.Module):
         return bias
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return self._kernels.product(self.weight, x, torch.float32)
+        return self.kernels.product(self.weight, x, torch.float32)
 
 
 class OutputLayer(KernelProduct):
     """The output layer, softcap * tanh(scale * x @ weight / softcap). weight [vocab, in]."""
 
     def __init__(
-        self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
+        self,
+        kernels: Kernels,
+        weight: torch.Tensor | PackedWeight,
+        bias: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
     ):
         super().__init__(kernels, weight, bias)
         self.scale = scale
@@ -58,7 +65,7 @@ class OutputLayer(KernelProduct):
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:
-            logits = self._kernels.tanh(logits.div_(self.softcap)).mul_(self.softcap)
+            logits = self.kernels.tanh(logits.div_(self.softcap)).mul_(self.softcap)
         return logits
 
 
@@ -112,7 +119,7 @@ def _replace_children(kernels: Kernels, module: nn.Module, is_fused: bool) -> No
 
 
 def _stand_in(kernels: Kernels, module: nn.Module) -> nn.Module | None:
-    if isinstance(module, nn.Linear):
+    if isinstance(module, (nn.Linear, PackedLinear)):
         return KernelProduct(kernels, module.weight, module.bias)
     if isinstance(module, Conv1D):
         return KernelProduct(kernels, module.weight.t(), module.bias)

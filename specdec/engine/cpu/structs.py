@@ -9,6 +9,7 @@ import ctypes
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 SILU, GELU_TANH, GELU_ERF, RELU = range(4)  # SD_SILU ...
+INT4, INT8, NONE = 3, 4, -1  # SD_INT4 ...
 ROUND_ONCE, ROUND_FIRST = range(2)  # SD_ROUND_*
 DONE, ABANDONED, EXCHANGE_FAILED, NO_MEMORY, OUT_OF_RANGE = range(5)  # what sd_step returns
 
@@ -25,6 +26,9 @@ class WeightStruct(ctypes.Structure):
         ("out_size", c_int64),
         ("in_size", c_int64),
         ("type", c_int32),
+        ("scale_type", c_int32),
+        ("minimum_type", c_int32),
+        ("group", c_int64),
     ]
 
 

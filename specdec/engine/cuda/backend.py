@@ -26,6 +26,7 @@ from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_s
 from specdec.engine.cuda.select import select_backend
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, StepOutput
+from specdec.engine.packed import PackedWeight, unpack_linears
 
 logger = logging.getLogger("specdec.engine")
 
@@ -94,11 +95,13 @@ class DeviceBackend:
 
     def replace_modules(self, base: nn.Module) -> None:
         with self._current():
+            unpack_linears(base, self._dtype)
             replace_modules(base, self._dtype, self._positions_max)
 
     def output_layer(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
+        self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, scale: float, softcap: float | None
     ) -> DeviceOutput:
+        weight = weight.dense().to(self._dtype) if isinstance(weight, PackedWeight) else weight
         with self._current():
             return DeviceOutput(weight, bias, scale, softcap)
 

@@ -87,3 +87,19 @@ def tied_name(model: transformers.PreTrainedModel, folder: ModelFolder) -> Mappi
         is_tied = folder.config.get("tie_word_embeddings", True)
         return {each: name for each, name in model.all_tied_weights_keys.items() if is_tied or each not in tied}
     return tied if model.config.tie_word_embeddings else {}
+
+
+def put_parameter(model: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    """Sets a parameter of an `empty_model`."""
+    parent, _, attribute = path.rpartition(".")
+    model.get_submodule(parent)._parameters[attribute] = parameter
+
+
+def fill_buffers(model: transformers.PreTrainedModel) -> None:
+    """Computes buffers that are not loaded, such as rotary frequencies, as `transformers` does after loading."""
+    for path, buffer in list(model.named_buffers()):
+        parent, _, attribute = path.rpartition(".")
+        model.get_submodule(parent)._buffers[attribute] = torch.empty_like(buffer, device="cpu")
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # of transformers, on any parameter
+    model.initialize_weights()

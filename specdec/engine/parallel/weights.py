@@ -14,7 +14,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
-from specdec.engine.loading.fitting import check_weights, empty_model
+from specdec.engine.loading.fitting import check_weights, empty_model, fill_buffers, put_parameter
 from specdec.engine.loading.model_folder import ModelFolder, Progress
 from specdec.engine.parallel.split import Cut, Split
 from specdec.errors import refusing
@@ -34,7 +34,7 @@ def fill(name: str, model: transformers.PreTrainedModel, folder: ModelFolder, sp
     """Reads this rank's part of every parameter of an `empty_model`. Raises ModelRefused if one is missing."""
     paths = [path for path, _ in model.named_parameters(remove_duplicate=False)]
     _load(name, model, folder, paths, split.cuts, progress)
-    _fill_buffers(model)
+    fill_buffers(model)
 
 
 def _load(
@@ -54,7 +54,7 @@ def _load(
             with refusing(str(folder.tensors[source].file)):
                 weight = _read(folder, source, cuts.get(path), model.get_parameter(path).shape)
             loaded[source] = nn.Parameter(weight.to(model.dtype), requires_grad=False)
-        _put(model, path, loaded[source])
+        put_parameter(model, path, loaded[source])
         progress("loading weights", (index + 1) / len(paths))
 
 
@@ -82,18 +82,3 @@ def _cut(whole: Any, cut: Cut, shape: torch.Size) -> torch.Tensor:
         weight.narrow(cut.dimension, place, part.shape[cut.dimension]).copy_(part)
         place += part.shape[cut.dimension]
     return weight
-
-
-def _put(model: nn.Module, path: str, parameter: nn.Parameter) -> None:
-    parent, _, attribute = path.rpartition(".")
-    model.get_submodule(parent)._parameters[attribute] = parameter
-
-
-def _fill_buffers(model: transformers.PreTrainedModel) -> None:
-    """Computes buffers that are not loaded, such as rotary frequencies, as `transformers` does after loading."""
-    for path, buffer in list(model.named_buffers()):
-        parent, _, attribute = path.rpartition(".")
-        model.get_submodule(parent)._buffers[attribute] = torch.empty_like(buffer, device="cpu")
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # of transformers, on any parameter
-    model.initialize_weights()

@@ -19,11 +19,11 @@ from specdec.engine.cpu.arguments import (
     ROW_ARRAYS,
     LayerCache,
     Norm,
-    PackedWeight,
     Rows,
     ScoreRule,
     StepArguments,
     StepModel,
+    WeightPanels,
 )
 from specdec.engine.cpu.compile_kernels import SOURCES, NotCompiled, find_compiler
 from specdec.engine.cpu.kernels import Kernels
@@ -77,7 +77,7 @@ X = torch.zeros(2, 5)
 HALF = X.to(torch.float16)
 ELSEWHERE = torch.zeros(2, 5, device="meta")
 HEADS = torch.zeros(2, 2, 4)
-WRONG: dict[str, tuple[Callable[[Kernels, PackedWeight], object], str]] = {
+WRONG: dict[str, tuple[Callable[[Kernels, WeightPanels], object], str]] = {
     "packed integers": (lambda k, w: k.pack(X.to(torch.int8)), "weight.dtype is torch.int8"),
     "a packed vector": (lambda k, w: k.pack(X[0]), r"weight.shape is \[5\]; it must be \[out, in\]"),
     "nothing to pack": (lambda k, w: k.pack(X[:0]), r"weight.shape is \[0, 5\]"),

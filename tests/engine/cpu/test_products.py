@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from specdec.engine.cpu.compile_kernels import LIBRARY, Compiler, NotCompiled, find_compiler
+from tests.support.exact_sums import fused
 from tests.support.native_products import TYPES, Array, Library, as_type, bits, build
 
 INSTRUCTIONS = ("avx2", "avx512", "avx512_bf16", "neon")
@@ -63,23 +64,6 @@ def random_case(shape: tuple[int, int], rows: int, weight_type: str, x_type: str
     weight = as_type(generator.standard_normal(shape), weight_type)
     bias = generator.standard_normal(shape[0]).astype(np.float32)
     return weight, bias, as_type(generator.standard_normal((rows, shape[1])), x_type)
-
-
-def fused(x: Array, weight: Array, sums: Array) -> Array:
-    """round(x * weight + sums) of float32 numbers, rounded once.
-
-    The product of two float32 numbers is exact in float64 (48 bits). Its sum with a third is computed with its error
-    (Knuth's two-sum) and rounded to odd: where it is inexact, the last bit is set. Rounding that to float32 gives the
-    rounding of the exact sum, as 53 >= 24 + 2 (Boldo and Melquiond 2008).
-    """
-    product, third = x.astype(np.float64) * weight, sums.astype(np.float64)
-    total = product + third
-    rest = total - product
-    error = (product - (total - rest)) + (third - rest)
-    whole = np.ascontiguousarray(total).view(np.int64)
-    is_even = (error != 0) & (whole & 1 == 0)
-    toward = np.where((error > 0) == (total > 0), 1, -1)
-    return np.where(is_even, whole + toward, whole).view(np.float64).astype(np.float32)
 
 
 def in_stated_order(x: Array, weight: Array, bias: Array) -> Array:
@@ -344,6 +328,7 @@ IN_A_PROCESS = """
 import os, sys, threading, time
 import numpy as np
 from pathlib import Path
+from tests.support.exact_sums import fused
 from tests.support.native_products import Library, bits
 library = Library(Path(sys.argv[1]), sys.argv[2])
 x = np.random.default_rng(1).standard_normal((8, 512)).astype(np.float32)

@@ -6,9 +6,12 @@
 
 typedef struct {
     const char *family, *instructions;
-    int64_t (*packed_bytes)(int32_t type, int64_t out_size, int64_t in_size);
+    int64_t (*packed_bytes)(const sd_weight *weight);
     void (*pack)(const void *weight, int32_t type, int64_t out_size, int64_t in_size, int64_t out_stride,
                  int64_t in_stride, void *panels);
+    void (*pack_groups)(const sd_weight *weight, const int8_t *values, const void *scales, const void *minima,
+                        void *panels);
+    void (*unpack)(const sd_weight *weight, const int64_t *outputs, int64_t count, void *y, int32_t y_type);
     void (*product)(const sd_weight *weight, const void *x, int32_t x_type, int64_t x_stride, void *y, int32_t y_type,
                     int64_t y_stride, int64_t rows, int32_t threads);
     void (*normalize)(const sd_norm *norm, const void *x, int64_t x_stride, void *y, int64_t y_stride, int32_t type,

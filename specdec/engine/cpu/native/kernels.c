@@ -55,13 +55,20 @@ int32_t sd_use(const char *instructions) {
     return 0;
 }
 
-int64_t sd_packed_bytes(int32_t type, int64_t out_size, int64_t in_size) {
-    return in_force()->packed_bytes(type, out_size, in_size);
-}
+int64_t sd_packed_bytes(const sd_weight *weight) { return in_force()->packed_bytes(weight); }
 
 void sd_pack(const void *weight, int32_t type, int64_t out_size, int64_t in_size, int64_t out_stride,
              int64_t in_stride, void *panels) {
     in_force()->pack(weight, type, out_size, in_size, out_stride, in_stride, panels);
+}
+
+void sd_pack_groups(const sd_weight *weight, const int8_t *values, const void *scales, const void *minima,
+                    void *panels) {
+    in_force()->pack_groups(weight, values, scales, minima, panels);
+}
+
+void sd_unpack(const sd_weight *weight, const int64_t *outputs, int64_t count, void *y, int32_t y_type) {
+    in_force()->unpack(weight, outputs, count, y, y_type);
 }
 
 void sd_product(const sd_weight *weight, const void *x, int32_t x_type, int64_t x_stride, void *y, int32_t y_type,

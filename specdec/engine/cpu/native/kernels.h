@@ -15,16 +15,21 @@
 #define SD_PUBLIC
 #endif
 
-enum { SD_FLOAT32 = 0, SD_BFLOAT16 = 1, SD_FLOAT16 = 2 };                     // types of numbers
+enum { SD_FLOAT32 = 0, SD_BFLOAT16 = 1, SD_FLOAT16 = 2, SD_NONE = -1 };        // types of numbers
+enum { SD_INT4 = 3, SD_INT8 = 4 };                                            // of packed weights: integers in groups
 enum { SD_SILU = 0, SD_GELU_TANH = 1, SD_GELU_ERF = 2, SD_RELU = 3 };         // activations
 enum { SD_ROUND_ONCE = 0, SD_ROUND_FIRST = 1 };  // of a norm: round(n * gain), or round(round(n) * gain)
 
-// A weight [out, in] in panels of 16 outputs; outputs beyond out_size are zero.
+// A weight [out, in] in panels of 16 outputs; outputs beyond out_size are zero. Of packed weights scale * value, or
+// scale * value + minimum, where a scale and a minimum belong to `group` inputs: a multiple of 8 that divides in_size
+// and 512.
 typedef struct {
-    const void *panels;  // sd_pack's result
+    const void *panels;  // the result of sd_pack, or of sd_pack_groups
     const float *bias;   // [out_size]; NULL: none
     int64_t out_size, in_size;
     int32_t type;  // of the panels
+    int32_t scale_type, minimum_type;  // of packed weights; minimum_type SD_NONE: none
+    int64_t group;
 } sd_weight;
 
 // A root-mean-square norm (is_centered 0) or a layer norm (1, Ba et al. 2016).
@@ -131,10 +136,17 @@ SD_PUBLIC const char *sd_family(void);
 SD_PUBLIC const char *sd_instructions(void);
 SD_PUBLIC int32_t sd_use(const char *instructions);
 
-SD_PUBLIC int64_t sd_packed_bytes(int32_t type, int64_t out_size, int64_t in_size);
+// Bytes of the panels of a weight, of which its sizes and types are read.
+SD_PUBLIC int64_t sd_packed_bytes(const sd_weight *weight);
 // weight [out_size, in_size] of `type`, in strides of elements -> panels
 SD_PUBLIC void sd_pack(const void *weight, int32_t type, int64_t out_size, int64_t in_size, int64_t out_stride,
                        int64_t in_stride, void *panels);
+// values [out_size][in_size], a byte each: of SD_INT8 signed; of SD_INT4 signed, or with minima from 0 to 15. scales,
+// minima [out_size][in_size / group] of the weight's types. Its panels are not read.
+SD_PUBLIC void sd_pack_groups(const sd_weight *weight, const int8_t *values, const void *scales, const void *minima,
+                              void *panels);
+// Outputs [count] of a weight [out, in] -> y [count][in_size] of y_type: as packed, or rounded once to the type.
+SD_PUBLIC void sd_unpack(const sd_weight *weight, const int64_t *outputs, int64_t count, void *y, int32_t y_type);
 
 // All arrays of rows below are [rows][stride] with unit distance of elements; strides count elements.
 SD_PUBLIC void sd_product(const sd_weight *weight, const void *x, int32_t x_type, int64_t x_stride, void *y,

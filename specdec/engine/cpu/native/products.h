@@ -5,13 +5,16 @@
 // in float32, then one rounding to the type of y. No lane is added to another and no sum is split, so the bits of a row
 // depend on neither the rows beside it, nor their number, nor that of threads. Blocks along k keep the sums in memory.
 //
-// Panels, 16 outputs each: float32, float16 [ceil(out / 16)][in][16]; bfloat16 [ceil(out / 16)][ceil(in / 2)][16][2].
+// Of packed weights (groups.h) the running sums are those of a group; the output's own adds them up, group by group.
+//
+// Panels, 16 outputs each: see packing.h.
 #ifndef SPECDEC_PRODUCTS_H
 #define SPECDEC_PRODUCTS_H
 
 #include <stddef.h>
 #include <string.h>
 
+#include "packing.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tiles.h"
@@ -26,7 +29,7 @@ enum { AHEAD_MAX = 256 << 10, AHEAD_IN_PANEL = 16 << 10 };
 static void prepare_block(int kind, const void *x, int32_t type, int64_t stride, int64_t rows, int64_t first_unit,
                           int64_t units, int64_t in_size, float *to) {
     for (int64_t r = 0; r < rows; r++, to += BLOCK) {
-        if (kind == BY_PAIRS) {
+        if (are_pairs(kind)) {
             int64_t elements = least(in_size - 2 * first_unit, 2 * units);
             if (elements & 1) to[units - 1] = 0;
             memcpy(to, (const uint16_t *)x + r * stride + 2 * first_unit, (size_t)elements * 2);
@@ -95,19 +98,30 @@ typedef struct {
     int64_t rows, panels, step;   // of a block; step: units
     int is_direct;                // x has units already, and is read where it lies
     int is_whole, is_expanded;    // x is prepared for all of k at once; weights are widened once for all tiles
+    int64_t groups;               // of packed weights with minima, within a whole sum; else 0
     float *x, *sums, *weights;    // x [blocks][rows][BLOCK], sums [rows][panels * 16], weights [panels][BLOCK][16]
+    float *x_sums;                // [rows][groups]
 } product_plan;
 
 // For lack of memory: blocks that lie on the stack.
-enum { SMALL_X = TILE_ROWS * BLOCK, SMALL_SUMS = TILE_ROWS * LANES };
+enum { SMALL_X = TILE_ROWS * BLOCK, SMALL_SUMS = TILE_ROWS * LANES, SMALL_X_SUMS = TILE_ROWS * 2 * BLOCK / GROUP_MIN };
+
+// How the panels of a weight multiply x of a type.
+static int kind_of(const sd_weight *w, int32_t x_type) {
+#if defined(__AVX512BF16__)
+    if (x_type == SD_BFLOAT16 && w->type == SD_BFLOAT16) return BY_PAIRS;
+    if (x_type == SD_BFLOAT16 && is_packed(w)) return w->type == SD_INT4 ? BY_INT4_PAIRS : BY_INT8_PAIRS;
+#endif
+    (void)x_type;
+    static const int kinds[] = {BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_INT4, BY_INT8};
+    return kinds[w->type];
+}
 
 static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t rows, int64_t panels, float *small) {
-    product_plan plan = {.kind = w->type == SD_FLOAT32 ? BY_FLOAT32 : w->type == SD_FLOAT16 ? BY_FLOAT16 : BY_BFLOAT16};
-#if defined(__AVX512BF16__)
-    if (w->type == SD_BFLOAT16 && x_type == SD_BFLOAT16) plan.kind = BY_PAIRS;
-#endif
-    plan.units = plan.kind == BY_PAIRS ? quotient_up(w->in_size, 2) : w->in_size;
-    plan.is_direct = plan.kind == BY_PAIRS ? w->in_size % 2 == 0 : x_type == SD_FLOAT32;
+    product_plan plan = {.kind = kind_of(w, x_type)};
+    plan.units = are_pairs(plan.kind) ? quotient_up(w->in_size, 2) : w->in_size;
+    plan.is_direct = are_pairs(plan.kind) ? w->in_size % 2 == 0 : x_type == SD_FLOAT32;
+    plan.groups = is_packed(w) && w->minimum_type != SD_NONE ? w->in_size / w->group : 0;
     plan.is_whole = 1;
     int64_t blocks = quotient_up(plan.units, BLOCK);
     plan.is_expanded = rows >= EXPANDED_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
@@ -118,7 +132,7 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
     if (rows > TILE_ROWS && rows > rows_max) plan.rows = rows_max > MANY_ROWS ? rows_max : MANY_ROWS;
     int64_t x = plan.is_direct ? 0 : plan.rows * blocks * BLOCK, sums = plan.rows * plan.panels * LANES;
     int64_t weights = plan.is_expanded ? plan.panels * BLOCK * LANES : 0;
-    plan.x = sd_own_scratch((size_t)(x + sums + weights) * sizeof(float));
+    plan.x = sd_own_scratch((size_t)(x + sums + weights + plan.rows * plan.groups) * sizeof(float));
     if (plan.x == NULL) {
         plan.is_whole = plan.is_expanded = 0;
         plan.rows = least(rows, TILE_ROWS);
@@ -127,15 +141,19 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
         plan.x = small;
         x = SMALL_X;
         sums = SMALL_SUMS;
+        weights = 0;
+        plan.groups = least(plan.groups, elements_of(plan.kind, BLOCK) / w->group);
     }
     plan.sums = plan.x + x;
     plan.weights = plan.sums + sums;
+    plan.x_sums = plan.weights + weights;
     return plan;
 }
 
 // sums += the products of one block of k, for the plan's panels and some of its rows. The tile is that of all of them.
 static void add_block(const product_plan *plan, tile t, int64_t rows, int64_t panel_count) {
     const char *panels = t.panels, *x = t.x;
+    const float *x_sums = t.x_sums;
     const int64_t panel_bytes = t.panel_bytes, units = t.units;
     int kind = plan->kind;
     if (plan->is_expanded) {
@@ -154,6 +172,7 @@ static void add_block(const product_plan *plan, tile t, int64_t rows, int64_t pa
     for (int64_t i = 0; i < tiles; i++) {
         int64_t first = rows * i / tiles, end = rows * (i + 1) / tiles;
         t.x = x + first * t.x_row;
+        if (x_sums != NULL) t.x_sums = x_sums + first * t.x_sums_stride;
         // The first tile reads the weights from memory: meanwhile the next block of k arrives.
         t.ahead = i > 0 ? 0 : panel_bytes_of(kind, BLOCK);
         t.sums = plan->sums + first * t.sums_stride;
@@ -161,13 +180,43 @@ static void add_block(const product_plan *plan, tile t, int64_t rows, int64_t pa
     }
 }
 
+// The sums of x over each group of k in [first, end): eight running sums, which are then added in pairs.
+static void sum_groups(const void *x, int32_t type, int64_t stride, int64_t rows, int64_t first, int64_t end,
+                       int64_t group, float *to, int64_t to_stride) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t k = first; k < end; k += group) {
+            float sums[GROUP_MIN] = {0};
+            for (int64_t i = k; i < k + group; i += GROUP_MIN)
+                for (int j = 0; j < GROUP_MIN; j++) sums[j] += load_as(x, r * stride + i + j, type);
+            for (int width = GROUP_MIN / 2; width > 0; width /= 2)
+                for (int j = 0; j < width; j++) sums[j] += sums[j + width];
+            to[r * to_stride + (k - first) / group] = sums[0];
+        }
+    }
+}
+
+// What a tile of packed weights reads beside the values, from element k on.
+static void set_groups(tile *t, const product_plan *plan, const sd_weight *w, const char *panel, int64_t k) {
+    const group_places places = places_of(w);
+    const int64_t group = k / w->group * LANES;
+    t->group_units = w->group / elements_of(plan->kind, 1);
+    t->scale_type = w->scale_type;
+    t->minimum_type = w->minimum_type;
+    t->zero = (float)zero_of(w);
+    t->panels = panel + places.values + panel_bytes_of(plan->kind, k / elements_of(plan->kind, 1));
+    t->to_scales = panel + group * size_of(w->scale_type) - t->panels;
+    t->to_minima = panel + places.minima + group * size_of(w->minimum_type) - t->panels;
+    if (plan->groups > 0) t->x_sums = plan->x_sums + (plan->is_whole ? k / w->group : 0);
+    t->x_sums_stride = plan->groups;
+}
+
 // The outputs of the panels [first_panel, end_panel) of all rows; one thread's part, without a barrier.
 static void product_part(const sd_weight *w, const void *x, int32_t x_type, int64_t x_stride, void *y, int32_t y_type,
                          int64_t y_stride, int64_t rows, int64_t first_panel, int64_t end_panel) {
     if (rows <= 0 || first_panel >= end_panel) return;
-    float small[SMALL_X + SMALL_SUMS];
+    float small[SMALL_X + SMALL_SUMS + SMALL_X_SUMS];
     const product_plan plan = plan_product(w, x_type, rows, end_panel - first_panel, small);
-    const int64_t panel_bytes = panel_bytes_of(plan.kind, plan.units), item = x_type == SD_FLOAT32 ? 4 : 2;
+    const int64_t panel_bytes = weight_panel_bytes(w), item = x_type == SD_FLOAT32 ? 4 : 2;
     for (int64_t row = 0; row < rows; row += plan.rows) {
         int64_t some_rows = least(plan.rows, rows - row);
         const char *from = (const char *)x + row * x_stride * item;
@@ -176,11 +225,14 @@ static void product_part(const sd_weight *w, const void *x, int32_t x_type, int6
             prepare_block(plan.kind, from, x_type, x_stride, some_rows, k, least(BLOCK, plan.units - k), w->in_size,
                           plan.x + k * some_rows);
         }
+        if (plan.groups > 0 && plan.is_whole)
+            sum_groups(from, x_type, x_stride, some_rows, 0, w->in_size, w->group, plan.x_sums, plan.groups);
         for (int64_t p = first_panel; p < end_panel; p += plan.panels) {
             int64_t panels = least(plan.panels, end_panel - p);
             memset(plan.sums, 0, (size_t)(some_rows * plan.panels) * LANES * sizeof(float));
             for (int64_t k = 0; k < plan.units; k += plan.step) {
-                tile t = {.panels = (const char *)w->panels + p * panel_bytes + panel_bytes_of(plan.kind, k),
+                const char *panel = (const char *)w->panels + p * panel_bytes;
+                tile t = {.panels = panel + panel_bytes_of(plan.kind, k),
                           .panel_bytes = panel_bytes, .units = least(plan.step, plan.units - k),
                           .x = from + k * UNIT_BYTES, .x_row = x_stride * item, .x_step = BLOCK * UNIT_BYTES,
                           .sums = plan.sums, .sums_stride = plan.panels * LANES};
@@ -190,6 +242,12 @@ static void product_part(const sd_weight *w, const void *x, int32_t x_type, int6
                     t.x = (const char *)(plan.is_whole ? plan.x + k * some_rows : plan.x);
                     t.x_row = BLOCK * UNIT_BYTES;
                     t.x_step = some_rows * t.x_row;
+                }
+                if (is_packed(w)) {
+                    int64_t first = elements_of(plan.kind, k), end = first + elements_of(plan.kind, t.units);
+                    if (plan.groups > 0 && !plan.is_whole)
+                        sum_groups(from, x_type, x_stride, some_rows, first, end, w->group, plan.x_sums, plan.groups);
+                    set_groups(&t, &plan, w, panel, first);
                 }
                 add_block(&plan, t, some_rows, panels);
             }
@@ -209,7 +267,7 @@ static int64_t product_parts(const sd_weight *w, int64_t rows, int32_t threads) 
     if (threads <= 1) return 1;
     int64_t tiles = quotient_up(quotient_up(w->out_size, LANES), tile_panels(rows));
     if (rows > TILE_ROWS) return least(tiles, (int64_t)threads * MANY_PARTS_A_THREAD);
-    int64_t few = (int64_t)threads * PARTS_A_THREAD, small = w->out_size * w->in_size * 2 / PART_BYTES;
+    int64_t few = (int64_t)threads * PARTS_A_THREAD, small = w->out_size / LANES * weight_panel_bytes(w) / PART_BYTES;
     return least(tiles, few > small ? few : small);
 }
 
@@ -219,30 +277,6 @@ static void share_panels(const sd_weight *w, int64_t rows, sd_thread part, int64
     sd_part(quotient_up(panels, tile), part, first, end);
     *first = least(*first * tile, panels);
     *end = least(*end * tile, panels);
-}
-
-static int64_t packed_bytes(int32_t type, int64_t out_size, int64_t in_size) {
-    int64_t elements = type == SD_BFLOAT16 ? quotient_up(in_size, 2) * 2 : in_size;
-    return quotient_up(out_size, LANES) * LANES * elements * (type == SD_FLOAT32 ? 4 : 2);
-}
-
-static void pack(const void *weight, int32_t type, int64_t out_size, int64_t in_size, int64_t out_stride,
-                 int64_t in_stride, void *panels) {
-    const int is_paired = type == SD_BFLOAT16;
-    const int64_t elements = is_paired ? quotient_up(in_size, 2) * 2 : in_size;
-    memset(panels, 0, (size_t)packed_bytes(type, out_size, in_size));
-    for (int64_t n = 0; n < out_size; n++) {
-        int64_t start = n / LANES * LANES * elements, lane = n % LANES;
-        for (int64_t k = 0; k < in_size; k++) {
-            int64_t from = n * out_stride + k * in_stride;
-            int64_t to = start + (is_paired ? k / 2 * 2 * LANES + lane * 2 + k % 2 : k * LANES + lane);
-            if (type == SD_FLOAT32) {
-                ((float *)panels)[to] = ((const float *)weight)[from];
-            } else {
-                ((uint16_t *)panels)[to] = ((const uint16_t *)weight)[from];
-            }
-        }
-    }
 }
 
 typedef struct {

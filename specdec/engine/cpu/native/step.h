@@ -76,21 +76,6 @@ static panel_share own_panels(const sd_weight *weight, int64_t rows, sd_thread p
     return own;
 }
 
-// Output `index` of a weight as it was packed: [in_size] of its type.
-static void unpack_output(const sd_weight *weight, int64_t index, void *y) {
-    int64_t size = weight->in_size, lane = index % LANES, panel = index / LANES;
-    if (weight->type == SD_BFLOAT16) {
-        const uint16_t *pairs = (const uint16_t *)weight->panels + panel * ((size + 1) / 2) * 2 * LANES + 2 * lane;
-        for (int64_t k = 0; k < size; k++) ((uint16_t *)y)[k] = pairs[k / 2 * 2 * LANES + k % 2];
-    } else if (weight->type == SD_FLOAT16) {
-        const uint16_t *from = (const uint16_t *)weight->panels + panel * size * LANES + lane;
-        for (int64_t k = 0; k < size; k++) ((uint16_t *)y)[k] = from[k * LANES];
-    } else {
-        const float *from = (const float *)weight->panels + panel * size * LANES + lane;
-        for (int64_t k = 0; k < size; k++) ((float *)y)[k] = from[k * LANES];
-    }
-}
-
 // Embeds the part's rows: of the table, of the output layer's panels, or as given.
 static void embed_job(void *argument, sd_thread part) {
     const step_state *step = argument;
@@ -108,7 +93,7 @@ static void embed_job(void *argument, sd_thread part) {
         if (model->embedding) {
             memcpy(x, item_of(model->embedding, step->asked->ids[r] * size, type), bytes);
         } else {
-            unpack_output(&model->output, step->asked->ids[r], x);
+            unpack(&model->output, step->asked->ids + r, 1, x, type);
         }
         if (model->embedding_scale != 1) multiply_row(x, NULL, model->embedding_scale, size, type);
     }

@@ -1,0 +1,183 @@
+// Packed weights: integers of 4 or 8 bits in groups along k, each with a scale and perhaps a minimum.
+//
+// A group of a panel multiplies like a panel of its integers, which float32 and bfloat16 hold exactly: one running sum
+// from 0. Its end adds minimum * (the group's sum of x), if there is one, then scale * that sum, to the output's own.
+//
+// Panels, 16 outputs each: [in / group][16] scales, then minima if there are any, then values, each from a line of 64
+// bytes on. Of 4 bits [in / 8][16] words of 32 bits: the half k % 2 of a word holds k, k + 2, k + 4, k + 6, the lowest
+// bits first; stored is the value, plus 8 where there are no minima. Of 8 bits [in / 2][16][2] signed bytes.
+#ifndef SPECDEC_GROUPS_H
+#define SPECDEC_GROUPS_H
+
+#include "simd.h"
+#include "tile.h"
+
+enum { LINE = 64, GROUP_MIN = 8 };  // GROUP_MIN: divides every group
+
+// Bytes from the start of a panel to its parts, and to the next panel.
+typedef struct {
+    int64_t minima, values, bytes;
+} group_places;
+
+INLINE int64_t lines_of(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+INLINE int64_t size_of(int32_t type) { return type == SD_FLOAT32 ? 4 : type == SD_NONE ? 0 : 2; }
+INLINE int is_packed(const sd_weight *w) { return w->type == SD_INT4 || w->type == SD_INT8; }
+
+static group_places places_of(const sd_weight *w) {
+    const int64_t numbers = w->in_size / w->group * LANES;
+    group_places places;
+    places.minima = lines_of(numbers * size_of(w->scale_type));
+    places.values = places.minima + lines_of(numbers * size_of(w->minimum_type));
+    places.bytes = places.values + w->in_size * (w->type == SD_INT4 ? 8 : 16);
+    return places;
+}
+
+// Where value k of a lane lies: of 4 bits the word, and the bits in it.
+INLINE int64_t word_of(int64_t k, int64_t lane) { return k / 8 * LANES + lane; }
+INLINE int shift_of(int64_t k) { return (int)(k % 8 / 2 * 4 + k % 2 * 16); }
+INLINE int64_t byte_of(int64_t k, int64_t lane) { return k / 2 * 2 * LANES + 2 * lane + k % 2; }
+INLINE int zero_of(const sd_weight *w) { return w->type == SD_INT4 && w->minimum_type == SD_NONE ? 8 : 0; }
+
+// 16 outputs' values of 4 bits at k of their words, less zero.
+INLINE v16 v16_of_words(const uint32_t *words, int k, v16 zero) {
+    const int shift = shift_of(k);
+#if defined(__AVX512F__)
+    __m512i bits = _mm512_and_si512(_mm512_srli_epi32(_mm512_loadu_si512(words), (unsigned)shift), _mm512_set1_epi32(15));
+    return _mm512_sub_ps(_mm512_cvtepi32_ps(bits), zero);
+#elif defined(__AVX2__)
+    const __m256i mask = _mm256_set1_epi32(15);
+    __m256i low = _mm256_srli_epi32(_mm256_loadu_si256((const __m256i *)words), shift);
+    __m256i high = _mm256_srli_epi32(_mm256_loadu_si256((const __m256i *)(words + 8)), shift);
+    return (v16){_mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(low, mask)), zero.low),
+                 _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(high, mask)), zero.high)};
+#else
+    v16 found;
+    for (int i = 0; i < 4; i++) {
+        uint32x4_t bits = vandq_u32(vshlq_u32(vld1q_u32(words + 4 * i), vdupq_n_s32(-shift)), vdupq_n_u32(15));
+        found.part[i] = vsubq_f32(vcvtq_f32_u32(bits), zero.part[i]);
+    }
+    return found;
+#endif
+}
+
+// 16 outputs' values of 8 bits at an even k (is_odd 0) or the next.
+INLINE v16 v16_of_bytes(const int8_t *bytes, int is_odd) {
+#if defined(__AVX512F__)
+    __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)bytes));
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(is_odd ? both : _mm512_slli_epi32(both, 24), is_odd ? 8 : 24));
+#elif defined(__AVX2__)
+    __m256i low = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)bytes));
+    __m256i high = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)bytes + 1));
+    low = is_odd ? _mm256_srai_epi32(low, 8) : _mm256_srai_epi32(_mm256_slli_epi32(low, 24), 24);
+    high = is_odd ? _mm256_srai_epi32(high, 8) : _mm256_srai_epi32(_mm256_slli_epi32(high, 24), 24);
+    return (v16){_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)};
+#else
+    v16 found;
+    for (int i = 0; i < 4; i++) {
+        int32x4_t both = vmovl_s16(vreinterpret_s16_s8(vld1_s8(bytes + 8 * i)));
+        both = is_odd ? vshrq_n_s32(both, 8) : vshrq_n_s32(vshlq_n_s32(both, 24), 24);
+        found.part[i] = vcvtq_f32_s32(both);
+    }
+    return found;
+#endif
+}
+
+// 16 outputs' pairs of bfloat16: pair `index` of their words, or that of 32 bytes.
+#if defined(__AVX512BF16__)
+static const uint16_t values_of_words[2][32] = {
+    // 0 to 15 and -8 to 7, twice: a shifted word has a bit of the next value above the four.
+#define FROM_0 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, \
+    0x4160, 0x4170
+#define FROM_8 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, \
+    0x40c0, 0x40e0
+    {FROM_0, FROM_0},
+    {FROM_8, FROM_8},
+#undef FROM_0
+#undef FROM_8
+};
+
+INLINE v16 pairs_of_words(const uint32_t *words, int index, __m512i table) {
+    __m512i shifted = _mm512_srli_epi32(_mm512_loadu_si512(words), (unsigned)(4 * index));
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(shifted, table));
+}
+
+INLINE v16 pairs_of_bytes(const int8_t *bytes) {
+    __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+    __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes + 1));
+    return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low)));
+}
+#endif
+
+// Units of x that multiply one line of values.
+INLINE int line_units(const int kind) {
+    return (kind == BY_INT4 || kind == BY_INT4_PAIRS ? 8 : 4) / (are_pairs(kind) ? 2 : 1);
+}
+
+// The values of unit `index` of a line. `common`: zero, or the table of pairs.
+INLINE v16 values_at(const int kind, const char *line, int index, v16 common) {
+    if (kind == BY_INT4) return v16_of_words((const uint32_t *)line, index, common);
+    if (kind == BY_INT8) return v16_of_bytes((const int8_t *)line + index / 2 * 32, index % 2);
+#if defined(__AVX512BF16__)
+    if (kind == BY_INT4_PAIRS) return pairs_of_words((const uint32_t *)line, index, _mm512_castps_si512(common));
+    if (kind == BY_INT8_PAIRS) return pairs_of_bytes((const int8_t *)line + index * 32);
+#endif
+    return common;
+}
+
+INLINE v16 common_of(const int kind, float zero) {
+#if defined(__AVX512BF16__)
+    if (kind == BY_INT4_PAIRS) return v16_load((const float *)values_of_words[zero != 0]);
+#endif
+    (void)kind;
+    return v16_all(zero);
+}
+
+// Adds a group of one panel to its sums, which lie in memory: registers hold those of the group.
+INLINE void end_group(const int rows, const int p, const tile *t, int64_t group,
+                      const v16 parts[TILE_ROWS][PANELS_MAX]) {
+    const char *panel = t->panels + p * t->panel_bytes;
+    float *sums = t->sums + p * LANES;
+    if (t->x_sums != NULL) {
+        const v16 minima = v16_load_as(panel + t->to_minima, group * LANES, t->minimum_type);
+        for (int r = 0; r < rows; r++) {
+            const v16 x_sum = v16_all(t->x_sums[r * t->x_sums_stride + group]);
+            v16_store(sums + r * t->sums_stride, v16_fma(minima, x_sum, v16_load(sums + r * t->sums_stride)));
+        }
+    }
+    const v16 scale = v16_load_as(panel + t->to_scales, group * LANES, t->scale_type);
+    __builtin_prefetch(panel + t->to_scales + group * LANES * size_of(t->scale_type) + t->ahead, 0, 2);
+    for (int r = 0; r < rows; r++) {
+        float *sum = sums + r * t->sums_stride;
+        v16_store(sum, v16_fma(scale, parts[r][p], v16_load(sum)));
+    }
+}
+
+// sums[r][p] += x[r][k] * panels[p][k], group by group, from the tile's group `group` on; see the order above.
+INLINE void add_groups(const int kind, const int rows, const int panels, const tile *t, const char *w, const char *x,
+                       int64_t group, int64_t units) {
+    const int64_t panel_bytes = t->panel_bytes, x_row = t->x_row, ahead = t->ahead;
+    const v16 common = common_of(kind, t->zero);
+    for (const int64_t end = group + units / t->group_units; group < end; group++) {
+        v16 parts[TILE_ROWS][PANELS_MAX];
+        for (int r = 0; r < rows; r++)
+            for (int p = 0; p < panels; p++) parts[r][p] = v16_zero();
+        for (int64_t k = 0; k < t->group_units; k += line_units(kind), w += LINE, x += line_units(kind) * UNIT_BYTES) {
+            for (int p = 0; p < panels; p++) __builtin_prefetch(w + p * panel_bytes + ahead, 0, 2);
+            for (int i = 0; i < line_units(kind); i++) {
+                v16 values[PANELS_MAX];
+                const char *line = w;
+                __asm__ volatile("" : "+r"(line));  // read again: kept in registers it would drive sums out of them
+                for (int p = 0; p < panels; p++) values[p] = values_at(kind, line + p * panel_bytes, i, common);
+                for (int r = 0; r < rows; r++) {
+                    const float unit = unit_at(x + r * x_row, i);
+                    for (int p = 0; p < panels; p++)
+                        parts[r][p] = are_pairs(kind) ? v16_add_pair(values[p], unit, parts[r][p])
+                                                      : v16_fma(v16_all(unit), values[p], parts[r][p]);
+                }
+            }
+        }
+        for (int p = 0; p < panels; p++) end_group(rows, p, t, group, parts);
+    }
+}
+
+#endif
