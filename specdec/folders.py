@@ -78,7 +78,7 @@ def _gguf_folder_name(source: Path) -> str:
     """The name below the cache folder: other than that of any other file, or of this one with another content."""
     state = source.stat()
     facts = f"{source.resolve()} {state.st_size} {state.st_mtime_ns} {GGUF_FOLDER_VERSION}"
-    return f"gguf/{source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    return f"gguf/{source.stem[:NAME_MAX]}-{hashlib.sha256(os.fsencode(facts)).hexdigest()[:12]}"
 
 
 def tokenizer_file(path_or_hub_id: str) -> Path:

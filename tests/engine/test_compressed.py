@@ -93,8 +93,8 @@ def test_words_hold_the_first_value_in_their_lowest_bits(plain: Path, tmp_path: 
         (scheme("w4-groups") | {"config_groups": {"g": {"weights": None}}}, "num_bits is null"),
         (scheme("w4-groups") | {"config_groups": {"g": {"format": "x"}}}, 'g.format is "x"'),
         (
-            scheme("w4-groups") | {"config_groups": {"g": {"weights": {"num_bits": 4, "actorder": "group"}}}},
-            'actorder is "group"',
+            scheme("w4-groups") | {"config_groups": {"g": {"weights": {"num_bits": 4, "actorder": "dynamic"}}}},
+            'actorder is "dynamic"',
         ),
     ],
 )

@@ -103,6 +103,32 @@ def test_the_folder_of_a_file_has_what_the_file_says(tmp_path: Path) -> None:
     assert open_model_folder(str(file)).digest() != digest
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "pieces"),
+    [
+        ("gpt-2", "a  12 don't", ["a", "Ġ", "Ġ12", "Ġdon", "'t"]),
+        ("smollm", "a  12 don't", ["a", "ĠĠ", "1", "2", "Ġdon", "'t"]),
+        ("llama-bpe", "a  1234 don't", ["a", "Ġ", "Ġ", "123", "4", "Ġdon", "'t"]),
+        ("qwen2", "a  12 don't", ["a", "Ġ", "Ġ", "1", "2", "Ġdon", "'t"]),
+    ],
+)
+def test_texts_are_split_as_the_file_names_it(name: str, text: str, pieces: list[str], tmp_path: Path) -> None:
+    """Claim: each supported split has its own pieces of blanks and digits; Llama 3's texts have a first token, those of
+    the others do not, and one that a file asks for is added.
+
+    Source: llama.cpp's table of splits; SmolLM's own tokenizer.json, which parts digits first. Conclusive: the pieces
+    differ among the four names.
+    """
+    fields = {"tokenizer.ggml.pre": name, "tokenizer.ggml.bos_token_id": 0}
+    file = make_tiny_gguf(tmp_path / "usual", "llama", "F32", fields)
+    tokenizer = Tokenizer.from_file(str(open_model_folder(str(file)).path / "tokenizer.json"))
+    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
+    assert (tokenizer.encode("total").ids[0] == 0) == (name == "llama-bpe")
+    file = make_tiny_gguf(tmp_path / "asked", "llama", "F32", fields | {"tokenizer.ggml.add_bos_token": True})
+    tokenizer = Tokenizer.from_file(str(open_model_folder(str(file)).path / "tokenizer.json"))
+    assert tokenizer.encode("total").ids[0] == 0
+
+
 def test_an_untied_head_and_scaled_positions_are_read(tmp_path: Path) -> None:
     """Claim: a head of its own is read as one, and positions scaled by a factor, by yarn or as Llama 3 does are told.
 
@@ -176,6 +202,7 @@ def with_rope_factors(folder: Path, change: float) -> Path:
         ({"tokenizer.ggml.pre": "unheard-of"}, 'tokenizer.ggml.pre is "unheard-of"'),
         ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type is [1]"),
         ({"tokenizer.ggml.merges": ["a b c"]}, 'tokenizer.ggml.merges is "a b c"'),
+        ({"tokenizer.ggml.add_bos_token": 1}, "tokenizer.ggml.add_bos_token is 1"),
         ({"tokenizer.ggml.bos_token_id": 4000}, "tokenizer.ggml.bos_token_id is 4000"),
         ({"tokenizer.chat_template": 5}, "tokenizer.chat_template is 5"),
     ],

@@ -14,6 +14,7 @@ from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.parallel.exchange import SLOT_BYTES, SharedExchange
 from specdec.engine.parallel.modules import add_in_rank_order
 from specdec.engine.parallel.share import LeaderModel
+from tests.support.compressed_folders import pack_folder
 from tests.support.engine_models import SEVERAL_ARCHITECTURES, Driver, random_tokens
 from tests.support.ranks import Followers
 
@@ -76,6 +77,18 @@ def test_tied_embeddings_are_cut_once(
     Conclusive: 301 ids over 2 ranks leave one row of padding, which must never be seen.
     """
     check_equal(tiny_folder(architecture, tie_word_embeddings=True), followers, 2)
+
+
+@pytest.mark.parametrize("layout", ["w4-groups-zeros", "fp8-blocks"])
+def test_packed_weights_are_cut_as_dense_ones(
+    layout: str, followers: Followers, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Claim: a folder of packed weights over 2 ranks gives the logits of one rank, which multiplies them packed.
+
+    Conclusive: a rank that cut packed words, scales or blocks instead of the weight would have other numbers.
+    """
+    pack_folder(tiny_folder("llama", intermediate_size=160), tmp_path / "packed", layout)
+    check_equal(tmp_path / "packed", followers, 2)
 
 
 @pytest.mark.more

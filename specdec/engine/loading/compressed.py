@@ -45,7 +45,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """One packed weight: its tensors by part, its shape, bits of an integer (0: FP8) and number of scales a row."""
+    """One packed weight: its tensors by part, its shape, and bits of an integer (0: FP8)."""
 
     parts: Mapping[str, str]
     shape: tuple[int, int]
@@ -78,7 +78,7 @@ def read_scheme(file: Path, config: Mapping[str, Any]) -> Scheme | None:
         if not isinstance(weights, dict) or weights.get("num_bits") not in (4, 8):
             bits = weights.get("num_bits") if isinstance(weights, dict) else weights
             raise refuse(file, f"{place}.weights.num_bits", bits, "4 or 8")
-        if weights.get("actorder") in ("group", True):
+        if weights.get("actorder") not in (None, False, "weight", "static"):
             raise refuse(file, f"{place}.weights.actorder", weights["actorder"], "absent, weight or static")
         found = _blocks(file, f"{place}.weights.block_structure", weights.get("block_structure")) or found
     return Scheme(COMPRESSED, found)
@@ -218,7 +218,7 @@ class CompressedWeights:
         name = layout.parts["weight_zero_point"]
         zero = self._stored[name]
         is_packed = "weight_packed" in layout.parts
-        shape = (math.ceil(groups[0] * layout.bits / 32), groups[1]) if is_packed else groups
+        shape = (math.ceil(layout.shape[0] * layout.bits / 32), groups[1]) if is_packed else groups
         if zero.dtype != ("I32" if is_packed else "I8") or not layout.bits:
             self._refuse(name, "type", zero.dtype, "I32 of weight_packed or I8 of int8")
         if zero.shape != shape and (is_packed or math.prod(zero.shape) != math.prod(shape)):

@@ -69,7 +69,11 @@ def save_tokenizer(gguf: GgufFile, folder: Path) -> None:
 
     backend = _byte_level_bpe(gguf, tokens, [tuple(merge.split(" ")) for merge in merges], types)
     entries = {name: _special(gguf, key, tokens) for name, key in TOKEN_NAMES.items()}
-    adds = {f"add_{each}_token": gguf.metadata.get(f"{TOKENIZER}add_{each}_token") is True for each in ("bos", "eos")}
+    usual = {"bos": is_of_llama3(gguf), "eos": False}  # where a file does not say it, as llama.cpp has it
+    adds = {f"add_{each}_token": gguf.metadata.get(f"{TOKENIZER}add_{each}_token", usual[each]) for each in usual}
+    wrong = next((each for each in adds if not isinstance(adds[each], bool)), None)
+    if wrong is not None:
+        raise refuse(gguf.path, TOKENIZER + wrong, adds[wrong], "true or false")
     template = gguf.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise refuse(gguf.path, "tokenizer.chat_template", template, "a string")
@@ -87,8 +91,7 @@ def _byte_level_bpe(gguf: GgufFile, tokens: list[str], merges: list[Any], types:
         known = ", ".join(sorted({*GGUF_PRE_TOKENIZER_SPLITS, *SPLITS_OF_GPT2}))
         raise refuse(gguf.path, TOKENIZER + "pre", name, f"one of {known}")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    whole_words_first = regex == GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words_first))
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=is_of_llama3(gguf)))
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None)
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if name == "smollm" else []
     steps += [pre_tokenizers.Split(Regex(regex), behavior="isolated")] if regex else []
@@ -100,6 +103,14 @@ def _byte_level_bpe(gguf: GgufFile, tokens: list[str], merges: list[Any], types:
         chosen = [token for token, own in zip(tokens, types) if own == kind and token]
         add([AddedToken(token, normalized=False, special=kind == CONTROL) for token in chosen])
     return made
+
+
+def is_of_llama3(gguf: GgufFile) -> bool:
+    """Whether texts are split as Llama 3 does it: a piece that is a token is not cut, and a text has a first token."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    own: str | None = GGUF_PRE_TOKENIZER_SPLITS.get(str(gguf.metadata.get(TOKENIZER + "pre")))
+    return own == GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]
 
 
 def _strings(gguf: GgufFile, name: str) -> list[str]:

@@ -21,7 +21,7 @@ def packed_model(
     name: str, folder: ModelFolder, packed: PackedFolder, dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
     """Returns the model with a `PackedLinear` for each linear layer whose weight is packed; every other weight is
-    unpacked to this type, an embedding that is also the output layer too. Raises ModelRefused."""
+    unpacked to this type. An embedding that is also the output layer is held as both. Raises ModelRefused."""
     model = empty_model(name, folder, dtype)
     sources = check_weights(name, model, folder)
     with refusing(name):
