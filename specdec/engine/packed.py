@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-VALUES_A_WORD = 8  # of 4 bits: groups are multiples of it, so that no 32-bit word belongs to two
+GROUP_STEP = 8  # groups are multiples of it: no 32-bit word of 4 bits belongs to two
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,8 +20,8 @@ class PackedWeight:
     """A weight [out, in] = scales * values, or scales * values + minima, each of its group, rounded once to float32.
 
     bits: 4 or 8.
-    group: inputs of one scale, a divisor of `in`: 32 of Q4_0, Q4_1 and Q8_0; 64, 128 or `in` of compressed-tensors. Of
-        4 bits a multiple of 8.
+    group: inputs of one scale, a multiple of 8 that divides `in`: 32 of Q4_0, Q4_1 and Q8_0; 64, 128 or `in` of
+        compressed-tensors.
     values: [out, in], one integer an element, whatever it is stored as: int8 in [-2^(bits - 1), 2^(bits - 1)) without
         minima, uint8 in [0, 2^bits) with them. They take twice the bytes of 4 bits: make one weight, give it away.
     scales: [out, in / group], of the type that the format stores: float32, bfloat16 or float16.
@@ -42,9 +42,8 @@ class PackedWeight:
             raise ValueError(f"bits is {self.bits}; it must be 4 or 8")
         if self.values.dim() != 2 or not self.values.numel():
             raise ValueError(f"values.shape is {list(self.values.shape)}; it must be [out, in], each of at least one")
-        step = VALUES_A_WORD if self.bits == 4 else 1
-        if self.group < 1 or self.group % step or self.in_size % self.group:
-            limit = f"a multiple of {step} that divides {self.in_size}, the inputs"
+        if self.group < 1 or self.group % GROUP_STEP or self.in_size % self.group:
+            limit = f"a multiple of {GROUP_STEP} that divides {self.in_size}, the inputs"
             raise ValueError(f"group is {self.group}; it must be {limit}")
         dtype = torch.int8 if self.minima is None else torch.uint8
         if self.values.dtype is not dtype:

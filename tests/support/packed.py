@@ -43,7 +43,7 @@ def pack_linears(module: nn.Module, bits: int, group: int = 32) -> None:
 
 @contextmanager
 def packed_weights(bits: int, group: int = 8) -> Iterator[None]:
-    """Models that are loaded meanwhile have linear layers of so many bits; 0: as they are stored."""
+    """Models that are loaded meanwhile have linear layers of this number of bits; 0: as they are stored."""
     read = transformers_model.read_weights
 
     def read_packed(*arguments, **options):

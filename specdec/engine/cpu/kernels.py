@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import math
 import os
 import zlib
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
@@ -26,7 +25,6 @@ from specdec.engine.cpu.arguments import (
     TYPES,
     LayerCache,
     Norm,
-    PanelFormat,
     Rows,
     ScoreRule,
     StepArguments,
@@ -36,6 +34,7 @@ from specdec.engine.cpu.arguments import (
     refuse,
     type_of,
 )
+from specdec.engine.cpu.packing import Packer
 from specdec.engine.packed import PackedWeight
 from specdec.errors import ConfigError
 
@@ -57,8 +56,6 @@ CHOICE_VARIABLE = "SPECDEC_KERNELS"
 CHOICES = ("avx2", "avx512", "avx512_bf16", "neon", "off")
 LIBRARY = Path(__file__).with_name("_kernels.so")
 SOURCES = Path(__file__).with_name("native")
-SLAB_BYTES = 64 << 20
-GROUP_MIN, GROUP_MAX = 8, 512  # of packed weights, of sd_weight
 ACTIVATIONS = {
     "silu": structs.SILU,
     "gelu": structs.GELU_ERF,
@@ -153,7 +150,7 @@ class Kernels:
         loaded or this processor has none of its instruction sets, AttributeError for a library that is another,
         ConfigError if it cannot run this choice."""
         self._library = ctypes.CDLL(str(library))
-        self._slab = _Slab()
+        self._packer = Packer(self._library)
         for name, parameters in _PARAMETERS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = parameters, _RESULTS.get(name)
@@ -180,61 +177,11 @@ class Kernels:
         return f"{zlib.crc32(b''.join(_bits_of(result) for result in _fixed_set(self))):08x}"
 
     def pack(self, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> WeightPanels:
-        """Returns a weight [out, in], of any strides, in the layout of `product`, with its `bias` [out] in float32."""
+        """Returns a weight [out, in], dense of any strides or packed, in the layout of `product`, with its `bias` [out]
+        in float32."""
         if isinstance(weight, PackedWeight):
-            return self._pack_groups(weight, self._own_bias(bias, weight.out_size))
-        number = type_of("weight", weight)
-        if weight.dim() != 2 or not weight.numel():
-            refuse("weight.shape", list(weight.shape), "[out, in], each of at least one")
-        out_size, in_size = weight.shape
-        bias = self._own_bias(bias, out_size)
-        panels = self._panels_of(out_size, in_size, PanelFormat(number))
-        self._library.sd_pack(weight.data_ptr(), number, out_size, in_size, *weight.stride(), panels.data_ptr())
-        return WeightPanels(out_size, in_size, PanelFormat(number), panels, bias)
-
-    def _own_bias(self, bias: Tensor | None, out_size: int) -> Tensor | None:
-        """Returns a copy in float32."""
-        if bias is not None:
-            type_of("bias", bias)
-            bias = bias.detach().to(torch.float32, copy=True).contiguous()
-            check_tensor("bias", bias, torch.float32, (out_size,))
-        return bias
-
-    def _panels_of(self, out_size: int, in_size: int, form: PanelFormat) -> Tensor:
-        """Memory for the panels of a weight."""
-        return self._slab.take(
-            self._library.sd_packed_bytes(structs.WeightStruct(None, None, out_size, in_size, *form))
-        )
-
-    def _pack_groups(self, weight: PackedWeight, bias: Tensor | None) -> WeightPanels:
-        """Groups that end inside a block of the kernels' sums are cut: their parts have the same scale."""
-        group = math.gcd(weight.group, GROUP_MAX)
-        if group % GROUP_MIN:
-            refuse("weight.group", weight.group, f"a multiple of {GROUP_MIN}")
-        values, minima = weight.values, weight.minima
-        if minima is not None and weight.bits == 8:  # the kernels' bytes are signed
-            values = values.to(torch.int16).sub_(128).to(torch.int8)
-            minima = minima.float().add_(weight.scales.float(), alpha=128)
-        form = PanelFormat(
-            structs.INT4 if weight.bits == 4 else structs.INT8,
-            type_of("weight.scales", weight.scales),
-            structs.NONE if minima is None else type_of("weight.minima", minima),
-            group,
-        )
-        parts = weight.group // group
-        scales = weight.scales.repeat_interleave(parts, 1)
-        minima = None if minima is None else minima.repeat_interleave(parts, 1)
-        values = values.contiguous()
-        panels = self._panels_of(weight.out_size, weight.in_size, form)
-        found = WeightPanels(weight.out_size, weight.in_size, form, panels, bias)
-        self._library.sd_pack_groups(
-            found.struct,
-            values.data_ptr(),
-            scales.data_ptr(),
-            None if minima is None else minima.data_ptr(),
-            panels.data_ptr(),
-        )
-        return found
+            return self._packer.pack_groups(weight, bias)
+        return self._packer.pack(weight, bias)
 
     def unpack(self, weight: WeightPanels, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns outputs [...] int64 of a weight.  # [..., in] of dtype, rounded once to it"""
@@ -375,22 +322,6 @@ def _heads_of(name: str, x: Tensor, cache: LayerCache, rows: Rows, heads: int) -
     if x.stride(2) == 1 and x.stride(1) == cache.head_size and x.stride(0) >= size:
         return x, x.stride(0)
     return x.contiguous(), size
-
-
-class _Slab:
-    """Memory for packed weights, cut from large pieces, which numpy asks the system to place on huge pages: small
-    weights in pages of 4 KiB are read a fifth slower. A piece is free again when all its weights are."""
-
-    def __init__(self) -> None:
-        self._rest = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, count: int) -> Tensor:
-        """Returns bytes at a multiple of 64, a line of a cache and a register of AVX-512."""
-        if len(self._rest) < count + 64:
-            self._rest = torch.from_numpy(numpy.empty(max(count + 64, SLAB_BYTES), dtype=numpy.uint8))
-        first = -self._rest.data_ptr() % 64
-        found, self._rest = self._rest[first : first + count], self._rest[first + count :]
-        return found
 
 
 def _bits_of(result: Tensor) -> bytes:

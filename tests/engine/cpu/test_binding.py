@@ -27,6 +27,7 @@ from specdec.engine.cpu.arguments import (
 )
 from specdec.engine.cpu.compile_kernels import SOURCES, NotCompiled, find_compiler
 from specdec.engine.cpu.kernels import Kernels
+from specdec.engine.cpu.packing import Packer
 from specdec.engine.cpu.structs import DONE, STRUCTS, LayerStruct, ModelStruct, WeightStruct
 from specdec.errors import ConfigError
 
@@ -178,6 +179,7 @@ def test_what_does_not_fit_is_refused(what: str, kernels: Kernels) -> None:
     weight = kernels.pack(torch.zeros(2, 5))
     refusing = Kernels.__new__(Kernels)
     refusing._library = Uncalled()  # type: ignore[assignment]  # stands in its place
+    refusing._packer = Packer(refusing._library)
     attempt, message = WRONG[what]
     with pytest.raises(ValueError, match=message):
         attempt(refusing, weight)
@@ -369,6 +371,7 @@ def test_a_step_that_does_not_fit_is_refused(what: str, kernels: Kernels) -> Non
     assert sound.logits.shape == (1, 9) and sound.hidden is not None and sound.is_finite.tolist() == [True, True]
     refusing = Kernels.__new__(Kernels)
     refusing._library = Uncalled()  # type: ignore[assignment]  # stands in its place
+    refusing._packer = Packer(refusing._library)
     attempt, message = WRONG_STEPS[what]
     with pytest.raises(ValueError, match=message):
         attempt(refusing, model)

@@ -244,6 +244,13 @@ def test_products_without_memory_have_the_same_bits(library_of: LibraryOf, compi
         for count in (1, 7, 21):
             expected = bits(rich.product(x[:count], name))
             assert (bits(packed.product(x[:count], name, threads=2)) == expected).all(), (name, count)
+    values = np.random.default_rng(5).integers(0, 16, (90, 608)).astype(np.int8)
+    scales, minima = (np.random.default_rng(seed).standard_normal((90, 19)).astype(np.float16) for seed in (6, 7))
+    for name in TYPES:
+        x = random_case((90, 608), 21, name, name)[2]
+        packed, rich = (own.pack_groups(4, values, scales, minima) for own in (poor, library_of(unit)))
+        for count in (1, 7, 21):
+            assert (bits(packed.product(x[:count], name)) == bits(rich.product(x[:count], name))).all(), (name, count)
 
 
 def find_clang() -> Compiler:

@@ -142,7 +142,7 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
         x = SMALL_X;
         sums = SMALL_SUMS;
         weights = 0;
-        plan.groups = least(plan.groups, elements_of(plan.kind, BLOCK) / w->group);
+        if (plan.groups > 0) plan.groups = least(plan.groups, elements_of(plan.kind, BLOCK) / w->group);
     }
     plan.sums = plan.x + x;
     plan.weights = plan.sums + sums;
