@@ -94,7 +94,7 @@ bench: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmar
 	@$(BIN)/python -m bench.masks
 	@$(BIN)/python -m bench.pipeline
 	@$(BIN)/python -m bench.proposers
-	@$(BIN)/python -m bench.chat_pair
+	@$(BIN)/python -m bench.pair
 	@$(BIN)/python -m bench.gateway
 	@$(BIN)/python -m bench.goals
 

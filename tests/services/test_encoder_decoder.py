@@ -7,7 +7,6 @@ the text without speculation.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
 
 from specdec.client.events import event_of
@@ -29,7 +27,7 @@ from specdec.v1 import target_service_pb2 as target_pb
 from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_under_way
 from tests.chaos.tables import REPLICA
 from tests.services.test_bad_input import refused, target_answers, violations
-from tests.support.encoder_decoder_models import START, PairReference, make_encoder_decoder
+from tests.support.encoder_decoder_models import START, PairReference, make_encoder_decoder, make_resembling
 from tests.support.engine_models import END_TOKEN, make_tiny_model
 from tests.support.gateways import ask, gateway
 from tests.support.services import SHAPES, Outcome, Services, fixed, running
@@ -58,18 +56,6 @@ def ends_inputs(folder: Path) -> Path:
         single=f"$A {END_TOKEN}", special_tokens=[(END_TOKEN, END)]
     )
     tokenizer.save(file)
-    return folder
-
-
-def make_resembling(folder: Path, model: Path) -> Path:
-    """A model whose weights are near those of another one: they often agree."""
-    shutil.copytree(model, folder)
-    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(3)
-    tensors = {
-        name: weight + 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
-        for name, weight in load_file(file).items()
-    }
-    save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
 
