@@ -5,7 +5,8 @@ Held-out prompts; plain decoding (off) and the service's own choice (auto, all p
 target has one core; draft and coordinator share the other. The chat pair answers as many questions of every class,
 greedy and with a seed at temperature 0.7, on loopback and with a round trip to the draft. A given pair answers the
 prompts of a file, an encoder-decoder as its input, on loopback, greedy and at temperature 1 with a seed and without,
-also in rounds of a fixed number of draft tokens, as published for T5 (Leviathan, Kalman, Matias 2023, table 2).
+also in rounds of a fixed number of draft tokens, as published for T5 (Leviathan, Kalman, Matias 2023, table 2); of an
+encoder-decoder the steps of both stacks too.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of, syn
 from bench.prompts import Prompt
 from bench.proposers.chat import template_ids
 from bench.proposers.texts import Found, Text, generate, per_second, whole_per_second
+from bench.step.encoder_decoder import StackSteps, measure_stacks, stack_table
 from specdec.chat.template import ChatTemplate
 from specdec.distill.command import prompts_of
 from specdec.engine.loading.chat_model import chat_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, EMBEDDED_MODELS
 
@@ -50,7 +53,8 @@ Cell = tuple[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What is measured: folders, prompts, ways beside plain decoding, and cells. `encoded`: a prompt as it is sent."""
+    """What is measured: folders, prompts, ways beside plain decoding, and cells. `encoded`: a prompt as it is sent;
+    `has_encoder`: of the target."""
 
     target: Path
     draft: Path
@@ -58,6 +62,7 @@ class Pair:
     encoded: Callable[[Prompt], str | Sequence[int]]
     variants: tuple[Variant, ...]
     cells: tuple[Cell, ...]
+    has_encoder: bool
 
 
 def questions(per_class: int) -> list[Prompt]:
@@ -84,7 +89,8 @@ def pair_of(asked: argparse.Namespace) -> Pair:
         variants = (AUTO,)
     encode = (lambda prompt: prompt.prompt) if template is None else (lambda prompt: template_ids(template, prompt))
     draft, cells = asked.draft or CHAT_DRAFT, GIVEN if asked.draft else tuple(RATE_BARS)
-    return Pair(asked.target, draft, prompts[: asked.prompt_count or None], encode, variants, cells)
+    has_encoder = open_model_folder(str(asked.target)).has_encoder
+    return Pair(asked.target, draft, prompts[: asked.prompt_count or None], encode, variants, cells, has_encoder)
 
 
 def texts_of(place: Placed, cell: Cell, pair: Pair, tokens: int) -> Found:
@@ -177,14 +183,16 @@ def main() -> int:
         print(f"pair: {error}", file=sys.stderr)
         return 1
     console.print(table_of(found, pair))
-    if is_given:
-        console.print(published_table())
+    steps: list[StackSteps] = []
+    if pair.has_encoder:
+        steps = [measure_stacks(folder, dtype) for folder, dtype in ((pair.target, "bfloat16"), (pair.draft, "auto"))]
+        console.print(stack_table(steps), published_table())
     bars = [
         Bar(f"chat pair, auto / off, {cell[0]}, RTT {cell[1]:g} ms", bound, ratio_over_off(found[cell], AUTO).median)
         for cell, bound in ({} if is_given else RATE_BARS).items()
     ]
     asked.out.mkdir(parents=True, exist_ok=True)
-    written = {"hardware": hardware, "bars": as_json(bars)}
+    written = {"hardware": hardware, "bars": as_json(bars), "steps": [asdict(own) for own in steps]}
     for (rule, rtt_ms), own in found.items():
         for variant in pair.variants:
             texts = list(own.texts[variant.name].values())
