@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers import T5ForConditionalGeneration
 
 from models.console import progress_over, run_command
-from models.encoder_decoder import PairData, build_draft, padded, save_model
+from models.encoder_decoder import build_draft, pair_data, save_model
 from models.formatting import TOKENS_MAX, Pairs, read_pairs
 from models.sizes import ENCODER_DECODER_SIZES
 from models.tokenizer import END_TOKEN_ID, SPLITS, load_tokenizer
 from models.train_encoder_decoder import add_run_options, digest_of, learn, plan_of, prepare
 from specdec.distill.texts import LabelledTexts, label
+from specdec.distill.training import padded
 from specdec.errors import ConfigError
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -131,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pairs = read_pairs(asked.data, split)
         pairs = pairs.chosen(torch.randperm(len(pairs), generator=chance)[: counts[split]].tolist())
         used.append(pairs)
-        data[split] = PairData(kept_texts(asked, target, pairs, split, every), pairs)
+        data[split] = pair_data(kept_texts(asked, target, pairs, split, every), pairs)
     draft = build_draft(target, size)
     plan = plan_of(asked, size, size.draft_tokens, f"{asked.target_digest}/{digest_of(*used)}")
     facts = learn(draft, plan, data["train"], data["heldout"], asked.out, "the draft learns")

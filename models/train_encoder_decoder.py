@@ -18,12 +18,12 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from models.console import run_command
-from models.encoder_decoder import PairData, PairLearner, build_model, certain_texts, save_model
+from models.encoder_decoder import PairLearner, build_model, certain_texts, pair_data, save_model
 from models.formatting import Pairs, read_pairs
 from models.sizes import ENCODER_DECODER_SIZES, EncoderDecoderSize
 from models.tokenizer import SPLITS, load_tokenizer
 from specdec.distill.command import CHECKPOINT_FILE, make_folder, train
-from specdec.distill.training import Plan, Trainer, check_checkpoint
+from specdec.distill.training import Data, Plan, Trainer, check_checkpoint
 from specdec.errors import ConfigError
 from specdec.folders import EMBEDDED_MODELS
 from specdec.terminal import make_console
@@ -75,7 +75,7 @@ def plan_of(asked: argparse.Namespace, size: EncoderDecoderSize, tokens: int, te
     )
 
 
-def learn(model: Any, plan: Plan, data: PairData, heldout: PairData, out: Path, activity: str) -> dict[str, Any]:
+def learn(model: Any, plan: Plan, data: Data, heldout: Data, out: Path, activity: str) -> dict[str, Any]:
     """Trains the model in place, from the checkpoint on if there is one; returns the facts of the run."""
     make_folder(out, "--out")
     check_checkpoint(out / CHECKPOINT_FILE, plan.settings)
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = plan_of(asked, size, size.target_tokens, digest_of(pairs, heldout))
     torch.manual_seed(asked.seed)
     model = build_model(size, tokenizer.get_vocab_size(), size.decoder_layer_count)
-    data = PairData(certain_texts(pairs), pairs), PairData(certain_texts(heldout), heldout)
+    data = pair_data(certain_texts(pairs), pairs), pair_data(certain_texts(heldout), heldout)
     facts = learn(model, plan, *data, asked.out, "the target learns")
     save_model(model, tokenizer, facts, asked.out)
 
