@@ -82,7 +82,7 @@ def pair_of(asked: argparse.Namespace) -> Pair:
     if all(given):
         prompts = [Prompt(str(index), "given", text) for index, text in enumerate(prompts_of(asked.prompts))]
         template = ChatTemplate.read(asked.target)
-        variants = AUTO, synchronous(asked.draft_tokens)
+        variants: tuple[Variant, ...] = AUTO, synchronous(asked.draft_tokens)
     else:
         asked.target = chat_model()
         prompts, template = questions(asked.per_class), ChatTemplate.read(asked.target)
@@ -146,8 +146,7 @@ def model_share(texts: Sequence[Text]) -> float:
 
 def acceptance(texts: Sequence[Text]) -> float:
     """Accepted of the draft tokens, of all proposers, whose predecessors were accepted: the paper's alpha."""
-    accepted, tested = (sum(column) for column in zip(*(text.tested for text in texts)))
-    return accepted / max(1, tested)
+    return sum(text.tested[0] for text in texts) / max(1, sum(text.tested[1] for text in texts))
 
 
 def rate(texts: Sequence[Text]) -> float:

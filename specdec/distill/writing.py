@@ -103,14 +103,15 @@ class _Row:
 def check_lengths(lengths: Iterable[tuple[int, int]], text_tokens: int, target: ModelDescription) -> int:
     """Returns the most tokens of texts of these lengths, each with that of its encoder's input. Raises ConfigError if
     the target has fewer positions."""
-    longest, longest_input = map(max, zip(*lengths))
+    whole, inputs = zip(*lengths)
+    longest, longest_input = max(whole), max(inputs)
     if longest_input and longest_input > target.encoder_positions_max:
         limit = f"the target's encoder has {target.encoder_positions_max} positions"
         raise ConfigError(f"the longest input has {longest_input} tokens; {limit}")
     if longest > target.positions_max:
         limit = f"the target has {target.positions_max} positions"
         raise ConfigError(f"the longest prompt with --text-tokens {text_tokens} has {longest}; {limit}")
-    return longest
+    return int(longest)
 
 
 Written = tuple[int, Tensor, Tensor]  # token, likeliest ids and log-probabilities of all rows
@@ -182,15 +183,15 @@ class TextWriter:
 
     def _chosen(self, running: dict[int, _Writing]) -> list[tuple[int, Feed[_Row, Written]]]:
         """Returns a step: of every text its tokens not fed yet, as far as they fit; an encoder's input runs whole, with
-        what begins the output."""
-        chosen, left = [], ROWS_MAX
+        a token at least of what begins the output, and the first one also beyond the rows."""
+        chosen: list[tuple[int, Feed[_Row, Written]]] = []
+        left, has_input = ROWS_MAX, False
         for index, own in running.items():
-            input_count = own.plan.encoder_length if not own.fed_count else 0
-            if chosen and input_count > left:
+            input_count = 0 if own.fed_count else own.plan.encoder_length
+            if left <= 0 or (has_input and input_count >= left):
                 break
+            has_input |= input_count > 0
             token_ids = own.tokens[own.fed_count : own.fed_count + max(left, input_count + 1)]
-            if left <= 0:
-                break
             left -= len(token_ids)
             params = params_of(own.plan, own.passage)
             request = ProposalRequest(params, own.tokens[: own.fed_count + len(token_ids)], self._vocabulary_size)
@@ -206,9 +207,9 @@ class TextWriter:
 
 def params_of(plan: TextOrder, passage: Passage) -> ResolvedSamplingParams:
     """The sampling parameters that give a passage of a text."""
-    length, rule = plan.encoder_length, Rule.COUPLED if passage.temperature else Rule.GREEDY
-    common = {"prompt_length": 1 + length, "encoder_length": length, "temperature": passage.temperature}
-    return ResolvedSamplingParams(rule=rule, seed=plan.seed, **common)
+    length, temperature = plan.encoder_length, passage.temperature
+    rule = Rule.COUPLED if temperature else Rule.GREEDY
+    return ResolvedSamplingParams(rule, plan.seed, 1 + length, temperature=temperature, encoder_length=length)
 
 
 def _joined(texts: Sequence[_Writing]) -> LabelledTexts:
