@@ -123,7 +123,7 @@ def table_of(found: dict[Cell, Found], pair: Pair) -> Table:
 
 
 def published_table() -> Table:
-    """The figures of the paper with their settings."""
+    """The measurements of the paper with their settings."""
     table = Table(title=PUBLISHED_TITLE)
     for name in ("task", "temperature", "draft tokens", "acceptance", "of plain"):
         table.add_column(name, justify="left" if name == "task" else "right")

@@ -28,7 +28,7 @@ def test_an_encoder_decoder_pair_is_measured_beside_the_published_one(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Claim: a run on two folders and a file of prompts tells, for each rule, auto and rounds of a fixed length over
-    plain decoding with the acceptance of a draft token, the steps of both stacks, and the published figures with their
+    plain decoding with the acceptance of a draft token, the steps of both stacks, and the published results with their
     settings; results lie in a file of their own, without bars. Conclusive: real services, with a draft that is the
     target's near likeness."""
     told = f"--target {folders / 'target'} --draft {folders / 'draft'} --prompts {folders / 'prompts.jsonl'}"
