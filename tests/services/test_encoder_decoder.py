@@ -7,7 +7,6 @@ the text without speculation.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
 
 from specdec.client.events import event_of
@@ -28,8 +26,10 @@ from specdec.v1 import open_item_pb2 as open_item_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_under_way
 from tests.chaos.tables import REPLICA
+from tests.sameness.comparison import compare
+from tests.sameness.generations import HEADS_WAY, WAYS, generations
 from tests.services.test_bad_input import refused, target_answers, violations
-from tests.support.encoder_decoder_models import START, PairReference, make_encoder_decoder
+from tests.support.encoder_decoder_models import START, PairReference, make_encoder_decoder, make_resembling
 from tests.support.engine_models import END_TOKEN, make_tiny_model
 from tests.support.gateways import ask, gateway
 from tests.support.services import SHAPES, Outcome, Services, fixed, running
@@ -58,18 +58,6 @@ def ends_inputs(folder: Path) -> Path:
         single=f"$A {END_TOKEN}", special_tokens=[(END_TOKEN, END)]
     )
     tokenizer.save(file)
-    return folder
-
-
-def make_resembling(folder: Path, model: Path) -> Path:
-    """A model whose weights are near those of another one: they often agree."""
-    shutil.copytree(model, folder)
-    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(3)
-    tensors = {
-        name: weight + 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
-        for name, weight in load_file(file).items()
-    }
-    save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
 
@@ -140,6 +128,16 @@ def test_no_way_to_speculate_changes_a_text(pair: Services, plain: dict[tuple[st
         assert own.comparable == plain[name].comparable, name
     if shape in ("synchronous", "ahead"):
         assert sum(own.finished.statistics.num_model_accepted_tokens for own in found) > 0
+
+
+def test_held_out_prompts_are_the_same(pair: Services, models: tuple[Path, Path]) -> None:
+    """Claim: of held-out prompts up to the encoder's positions none differs with speculation, in every way to
+    speculate. Conclusive: the short form of `python -m tests.sameness --models`, eight at a time."""
+    ways = [way for way in WAYS if way != HEADS_WAY]
+    asked = generations(4 * len(ways), ways, models[0], INPUT_MAX)
+    found = list(compare(pair.client, asked, 8, 8, lambda: None))
+    assert {len(one.generation.prompt) for one in found} >= {INPUT_MAX}
+    assert [str(one) for one in found if not one.is_same] == [] and any(one.accepted_count for one in found)
 
 
 def test_rejection_draws_from_the_target(pair: Services, plain: dict[tuple[str, str], Outcome]) -> None:
