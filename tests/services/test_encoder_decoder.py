@@ -32,7 +32,7 @@ from tests.services.test_bad_input import refused, target_answers, violations
 from tests.support.encoder_decoder_models import START, PairReference, make_encoder_decoder, make_resembling
 from tests.support.engine_models import END_TOKEN, make_tiny_model
 from tests.support.gateways import ask, gateway
-from tests.support.services import SHAPES, Outcome, Services, fixed, running
+from tests.support.services import SHAPES, Outcome, Services, running
 
 END = 0
 INPUT_MAX = 256  # of the encoder; a sequence has twice as many positions
@@ -358,15 +358,16 @@ def place(models: tuple[Path, Path]) -> Iterator[Fleet]:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("shape", ["synchronous", "waiting siblings"])
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_text_outlives_a_replica(place: Fleet, role: str) -> None:
+def test_a_text_outlives_a_replica(place: Fleet, role: str, shape: str) -> None:
     """Claim: when a target or a draft is killed in the midst of texts they go on at another one, as without the fault:
     the new target reads input and output again. Conclusive: all texts are under way at the kill, and some say that they
     changed replicas; they are compared with texts without faults."""
     client = place.clients[0]
 
     def begin(**own: Any) -> list[Stream]:
-        asked = {"max_tokens": 150, "ignore_eos": True, "logprobs": 1, "speculative": fixed(3), **own}
+        asked = {"max_tokens": 150, "ignore_eos": True, "logprobs": 1, "speculative": SHAPES[shape], **own}
         kinds = [{"temperature": float(seed % 2), "seed": seed} for seed in range(4)]
         return [Stream(client, client.request(TEXTS[seed % 3], **asked, **kind)) for seed, kind in enumerate(kinds)]
 
