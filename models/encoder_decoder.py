@@ -28,10 +28,12 @@ from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Batch, Data, Plan
 from specdec.engine.loading.folder_files import write_manifest
 
+BRANCH_SCALE = 0.3  # of what a fresh layer adds
+
 
 def build_model(size: EncoderDecoderSize, vocabulary_size: int, decoder_layer_count: int) -> Any:
     """Returns a T5 of version 1.1's form (gated GELU), its output layer tied to the embeddings, with fresh weights from
-    torch's global generator."""
+    torch's global generator, which copy (`copy_at_first`)."""
     values: dict[str, Any] = {
         "vocab_size": vocabulary_size,
         "d_model": size.hidden_size,
@@ -48,18 +50,46 @@ def build_model(size: EncoderDecoderSize, vocabulary_size: int, decoder_layer_co
         "eos_token_id": END_TOKEN_ID,
         "pad_token_id": END_TOKEN_ID,
     }
-    return T5ForConditionalGeneration(T5Config(**values))
+    model = T5ForConditionalGeneration(T5Config(**values))
+    copy_at_first(model)
+    return model
+
+
+def copy_at_first(model: Any) -> None:
+    """Changes fresh weights in place so that the model begins as one that copies: most of an output is its input, and
+    heads that find the place are slow to form ("induction heads", Olsson et al. 2022).
+
+    The first encoder layer's first head attends to the token before and writes it beside the token; the first decoder
+    layer's heads look for the place behind the last output token, and write the token there, a part each. All other
+    layers begin small. The heads together have the hidden size.
+    """
+    config = model.config
+    width, size = config.d_kv, config.d_model
+    for block in (*model.encoder.block, *model.decoder.block):
+        for layer in block.layer[:-1]:
+            own = layer.EncDecAttention if hasattr(layer, "EncDecAttention") else layer.SelfAttention
+            own.o.weight.data.mul_(BRANCH_SCALE)
+        block.layer[-1].DenseReluDense.wo.weight.data.mul_(BRANCH_SCALE)
+    basis, places = torch.linalg.qr(torch.randn(size, size))[0], torch.linalg.qr(torch.randn(size, width))[0]
+    before = model.encoder.block[0].layer[0].SelfAttention
+    before.relative_attention_bias.weight.data[:, 0] = 0.0
+    before.relative_attention_bias.weight.data[1, 0] = 8.0  # the bucket of distance 1 to the left
+    for projection in (before.q, before.k):
+        projection.weight.data[:width] = 0.0
+    before.v.weight.data[:width] = basis[:width]
+    before.o.weight.data[:, :width] = 2.0 * places
+    copying = model.decoder.block[0].layer[1].EncDecAttention
+    copying.q.weight.data.copy_(basis[:width].repeat(config.num_heads, 1))
+    copying.k.weight.data.copy_(0.5 * places.T.repeat(config.num_heads, 1))
+    copying.v.weight.data.copy_(basis)
+    copying.o.weight.data.copy_(4.0 * basis.T)
 
 
 def build_draft(target: Any, size: EncoderDecoderSize) -> Any:
-    """Returns a draft that starts from the target: its embeddings, its encoder and its last decoder layer."""
+    """Returns a draft that starts from the target: its embeddings, its encoder and its first decoder layer."""
     draft = build_model(size, target.config.vocab_size, 1)
     weights = target.state_dict()
-    last, layers = f"decoder.block.{target.config.num_decoder_layers - 1}.", {}
-    for name in draft.state_dict():
-        of_last = name.replace("decoder.block.0.", last)
-        layers[name] = weights[of_last if of_last in weights else name]  # the bias of distances is the first layer's
-    draft.load_state_dict(layers)
+    draft.load_state_dict({name: weights[name] for name in draft.state_dict()})
     return draft
 
 

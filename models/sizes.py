@@ -101,11 +101,11 @@ ENCODER_DECODER_FULL = EncoderDecoderSize(
     head_count=4,
     head_size=32,
     batch_tokens=2048,
-    target_tokens=12_000_000,
-    draft_tokens=8_000_000,
-    draft_text_count=24_576,
+    target_tokens=4_000_000,
+    draft_tokens=2_000_000,
+    draft_text_count=8_192,
     heldout_text_count=192,
-    evaluation_count=60,
+    evaluation_count=20,
 )
 
 ENCODER_DECODER_SMALL = EncoderDecoderSize(

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 from tokenizers import Tokenizer, processors
@@ -28,7 +27,7 @@ from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_under_way
 from tests.chaos.tables import REPLICA
 from tests.sameness.comparison import compare
 from tests.sameness.generations import HEADS_WAY, WAYS, generations
-from tests.services.test_bad_input import refused, target_answers, violations
+from tests.services.test_bad_input import draft_answers, refused, target_answers, violations
 from tests.support.encoder_decoder_models import START, PairReference, make_encoder_decoder, make_resembling
 from tests.support.engine_models import END_TOKEN, make_tiny_model
 from tests.support.gateways import ask, gateway
@@ -303,13 +302,9 @@ def test_replicas_refuse_what_does_not_lie_behind_the_input(pair: Services) -> N
     scored = asked(opened(), prompt_logprobs_start=3)
     assert scored.error.field == "prompt_logprobs_start"
     assert pair.draft is not None
-    with grpc.insecure_channel(pair.draft.address) as channel:
-        call = channel.stream_stream("/specdec.v1.DraftService/Draft")
-        for item, field in ((opened(), "committed_length"), (opened(encoder_length=0), "params.encoder_length")):
-            items = draft_pb.DraftRequestItem(open=item), draft_pb.DraftRequestItem(commit=COMMIT)
-            message = draft_pb.DraftRequest(items=items).SerializeToString()
-            answers = draft_pb.DraftResponse.FromString(next(iter(call(iter([message]), timeout=10)))).items
-            assert answers[0].error.field == field
+    for item, field in ((opened(), "committed_length"), (opened(encoder_length=0), "params.encoder_length")):
+        items = draft_pb.DraftRequestItem(open=item), draft_pb.DraftRequestItem(commit=COMMIT)
+        assert draft_answers(pair, *items, count=1)[0].error.field == field
 
 
 @pytest.mark.parametrize("is_encoder_draft", [False, True], ids=["decoder draft", "encoder-decoder draft"])

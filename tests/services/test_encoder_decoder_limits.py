@@ -119,7 +119,7 @@ def test_a_draft_with_fewer_positions_drafts_for_what_it_can_read(pair: Services
 def test_replicas_with_few_blocks_change_no_text(models: tuple[Path, Path], role: str) -> None:
     """Claim: chains and trees in a cache that is too small for all texts at once, of the target, which preempts
     sessions, or of the draft, which gives their blocks to others, give the texts without speculation. Conclusive: the
-    target counts preemptions; the draft has room for each text alone."""
+    target counts preemptions; the draft's blocks hold each text alone, and not all of them."""
     shapes = ("synchronous", "waiting siblings", "tree", "all proposers")
     asked = [
         {"prompt": [seed, *range(1, 12 + seed), 0], "max_tokens": 150, "ignore_eos": True, "logprobs": 1}

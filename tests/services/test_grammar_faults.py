@@ -61,7 +61,7 @@ def liar(request: pytest.FixtureRequest, services: Services) -> Any:
 
 
 def told(lie: str, client: Client, asks: list[dict[str, Any]]) -> list[Outcome]:
-    """The texts, asked for again until draft tokens were offered in each one: a draft that still reads its prompt is not
+    """The texts, asked for again until draft tokens were offered in each one: a draft that reads its prompt is not
     waited for, and a short text may be over before. None was accepted, but for an end token as the last of a text."""
     for _ in range(20):
         outcomes = client.generate_all(asks, len(asks))

@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.direct import model_request_sync
 from pydantic_ai.messages import ModelRequest, ToolCallPart
@@ -21,9 +21,9 @@ job = json.load(sys.stdin)
 class Person(BaseModel):
     """A person."""
 
-    name: str
-    age: int
-    moods: list[Literal["happy", "sad", "calm"]]
+    name: str = Field(max_length=40)  # a small model may write on without an end
+    age: int = Field(ge=0, le=150)
+    moods: list[Literal["happy", "sad", "calm"]] = Field(max_length=4)
 
 
 def objects_of(output: Any) -> int:
