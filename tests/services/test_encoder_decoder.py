@@ -25,11 +25,13 @@ from specdec.v1 import open_item_pb2 as open_item_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from tests.chaos.fleets import Fleet, Member, Stream, fleet, wait_under_way
 from tests.chaos.tables import REPLICA
+from tests.sameness.comparison import compare
+from tests.sameness.generations import HEADS_WAY, WAYS, generations
 from tests.services.test_bad_input import draft_answers, refused, target_answers, violations
 from tests.support.encoder_decoder_models import START, PairReference, make_encoder_decoder, make_resembling
 from tests.support.engine_models import END_TOKEN, make_tiny_model
 from tests.support.gateways import ask, gateway
-from tests.support.services import SHAPES, Outcome, Services, fixed, running
+from tests.support.services import SHAPES, Outcome, Services, running
 
 END = 0
 INPUT_MAX = 256  # of the encoder; a sequence has twice as many positions
@@ -125,6 +127,16 @@ def test_no_way_to_speculate_changes_a_text(pair: Services, plain: dict[tuple[st
         assert own.comparable == plain[name].comparable, name
     if shape in ("synchronous", "ahead"):
         assert sum(own.finished.statistics.num_model_accepted_tokens for own in found) > 0
+
+
+def test_held_out_prompts_are_the_same(pair: Services, models: tuple[Path, Path]) -> None:
+    """Claim: of held-out prompts up to the encoder's positions none differs with speculation, in every way to
+    speculate. Conclusive: the short form of `python -m tests.sameness --models`, eight at a time."""
+    ways = [way for way in WAYS if way != HEADS_WAY]
+    asked = generations(4 * len(ways), ways, models[0], INPUT_MAX)
+    found = list(compare(pair.client, asked, 8, 8, lambda: None))
+    assert {len(one.generation.prompt) for one in found} >= {INPUT_MAX}
+    assert [str(one) for one in found if not one.is_same] == [] and any(one.accepted_count for one in found)
 
 
 def test_rejection_draws_from_the_target(pair: Services, plain: dict[tuple[str, str], Outcome]) -> None:
@@ -341,15 +353,16 @@ def place(models: tuple[Path, Path]) -> Iterator[Fleet]:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("shape", ["synchronous", "waiting siblings"])
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_text_outlives_a_replica(place: Fleet, role: str) -> None:
+def test_a_text_outlives_a_replica(place: Fleet, role: str, shape: str) -> None:
     """Claim: when a target or a draft is killed in the midst of texts they go on at another one, as without the fault:
     the new target reads input and output again. Conclusive: all texts are under way at the kill, and some say that they
     changed replicas; they are compared with texts without faults."""
     client = place.clients[0]
 
     def begin(**own: Any) -> list[Stream]:
-        asked = {"max_tokens": 150, "ignore_eos": True, "logprobs": 1, "speculative": fixed(3), **own}
+        asked = {"max_tokens": 150, "ignore_eos": True, "logprobs": 1, "speculative": SHAPES[shape], **own}
         kinds = [{"temperature": float(seed % 2), "seed": seed} for seed in range(4)]
         return [Stream(client, client.request(TEXTS[seed % 3], **asked, **kind)) for seed, kind in enumerate(kinds)]
 
