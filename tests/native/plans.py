@@ -17,6 +17,7 @@ TIED, INPUTS, EXCHANGE, FAILING, ABANDONED, HEAD_NORMS, AFTER_NORMS, CENTERED, B
     1 << i for i in range(11)
 )
 SPANS, DISTANCES = 1 << 11, 1 << 12
+CROSS, UNGATED, LACKING = 1 << 13, 1 << 14, 1 << 15  # LACKING: of the rows as cross attention sees them
 
 
 @dataclass(slots=True)
@@ -112,9 +113,11 @@ def random_sizes(chance: random.Random, seed: int) -> Sizes:
     block_size = chance.choice((8, 8, 16, 16, 32, 64))
     flags = sum(
         flag
-        for flag in (INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN, DISTANCES)
+        for flag in (INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN, DISTANCES, CROSS, UNGATED)
         if chance.random() < 0.3
     )
+    if flags & CROSS and chance.random() < 0.1:
+        flags |= LACKING
     flags |= chance.choice((0, 0, 0, 0, EXCHANGE, EXCHANGE, EXCHANGE | FAILING, ABANDONED))
     weight_type = chance.choice((kind, kind, *MODEL_TYPES))
     if weight_type == kind and chance.random() < 0.5:

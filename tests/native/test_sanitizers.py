@@ -108,6 +108,13 @@ PLANTED = {
         "address",
         "heap-buffer-overflow",
     ),
+    "a step whose cross attention has no rows": (
+        "step.h",
+        "(!asked->cross || asked->cross->count != rows->count)",
+        "asked->cross && asked->cross->count != rows->count",
+        "address",
+        "SEGV",
+    ),
     "a list read before its parts are checked": (
         "check.c",
         "if (starts[i + 1] < starts[i]) return 0;",

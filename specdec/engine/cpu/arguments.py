@@ -286,6 +286,11 @@ class StepModel:
         for index in range(model.layer_count):
             self._check_layer(index)
 
+    @property
+    def has_cross(self) -> bool:
+        """Whether its layers attend to an encoder's input too."""
+        return bool(self.struct.layers[0].cross_queries.panels)
+
     def _check_weight(self, name: str, weight: WeightStruct, out_size: int, in_size: int) -> None:
         if not weight.panels:
             refuse(f"{name}.panels", None, "those of a packed weight")
@@ -299,9 +304,12 @@ class StepModel:
             "qkv": (size + 2 * model.kv_heads * model.head_size, hidden),
             "out": (hidden, size),
             "gate": (between, hidden),
-            "up": (between, hidden),
             "down": (hidden, between),
         }
+        if layer.up.panels:
+            weights["up"] = between, hidden
+        if self.has_cross or layer.cross_queries.panels:
+            weights |= {"cross_queries": (size, hidden), "cross_out": (hidden, size)}
         for name, sizes in weights.items():
             self._check_weight(f"{name} of layer {index}", getattr(layer, name), *sizes)
         if bool(layer.cosines) != bool(layer.sines):
@@ -331,8 +339,10 @@ class StepArguments:
         is_abandoned: ctypes.c_int32 | None = None,
         exchange: Callable[[object, int], int] | None = None,
         inputs: Tensor | None = None,
+        cross: Rows | None = None,
     ) -> None:
-        """`ids` of int64, a row each, in any shape; `logit_rows` of any integers."""
+        """`ids` of int64, a row each, in any shape; `logit_rows` of any integers; `cross`: the rows as cross attention
+        sees them, of a model that has it."""
         if ids.dtype is not torch.int64:
             refuse("ids.dtype", ids.dtype, "torch.int64")
         sizes = model.struct
@@ -348,6 +358,10 @@ class StepArguments:
         self.hidden = torch.empty(len(chosen), sizes.hidden_size, dtype=dtype) if keeps_hidden else None
         self.is_finite = torch.empty(rows, dtype=torch.bool)
         self.is_abandoned = is_abandoned
+        self.cross = cross
+        if (None if cross is None else cross.count) != (rows if model.has_cross else None):
+            shown, expected = (f"{cross.count} rows" if cross else None), (rows if model.has_cross else "none")
+            refuse("cross", shown, f"{expected}, as the model and the ids have them")
         self._exchange = Exchange(exchange) if exchange is not None else NO_EXCHANGE
         self.struct = StepStruct(
             self.ids.data_ptr(),
@@ -359,6 +373,7 @@ class StepArguments:
             self.is_finite.data_ptr(),
             None if is_abandoned is None else ctypes.addressof(is_abandoned),
             self._exchange,
+            None if cross is None else ctypes.pointer(cross.struct),
         )
 
 

@@ -287,7 +287,8 @@ class Kernels:
         last = max(rows.position.tolist(), default=0)
         if last >= model.struct.positions_max:
             refuse("the last position", last, f"below {model.struct.positions_max}, the model's")
-        rows.check_cache("the cache", model.struct.layers[0].cache)
+        for own in (rows, arguments.cross) if arguments.cross else (rows,):
+            own.check_cache("the cache", model.struct.layers[0].cache)
         code: int = self._library.sd_step(model.struct, rows.struct, arguments.struct, torch.get_num_threads())
         return code
 
