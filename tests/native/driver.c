@@ -16,8 +16,7 @@
 #include "numbers.h"
 
 enum { TIED = 1, INPUTS = 2, EXCHANGE = 4, FAILING = 8, ABANDONED = 16, HEAD_NORMS = 32, AFTER_NORMS = 64, CENTERED = 128,
-       BIASES = 256, NANS = 512, HIDDEN = 1024, SPANS = 2048, DISTANCES = 4096, CROSS = 8192, UNGATED = 16384,
-       LACKING = 32768 };
+       BIASES = 256, NANS = 512, HIDDEN = 1024, SPANS = 2048, DISTANCES = 4096, CROSS = 8192, UNGATED = 16384 };
 
 typedef struct {
     int64_t seed, type, weight_type, activation, block_size, block_count, kv_heads, group, head_size, hidden, between,
@@ -220,32 +219,10 @@ static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
     add_numbers(out, rows * attended, type);
 }
 
-// The rows of a plan, of which each sees all blocks of its sequence.
-static sd_rows cross_rows(const plan *p) {
-    sd_rows cross = p->rows;
-    int64_t count = cross.count;
-    int32_t *base = memory_of(count * 4), *first = memory_of(count * 4);
-    int64_t *path_start = memory_of((count + 1) * 8);
-    for (int64_t r = 0; r < count; r++) {
-        int64_t sequence = cross.sequence[r];
-        base[r] = (int32_t)((cross.table_start[sequence + 1] - cross.table_start[sequence]) * p->n.block_size);
-        first[r] = 0;
-    }
-    memset(path_start, 0, (size_t)(count + 1) * 8);
-    cross.base = base;
-    cross.first = first;
-    cross.path_start = path_start;
-    cross.path = NULL;
-    const char *wrong = sd_check_rows(&cross, p->n.block_count, p->n.block_size);
-    if (wrong) exit_because(wrong);
-    return cross;
-}
-
 static void run_step(const plan *p, const sd_model *model, int32_t threads) {
     const sizes *n = &p->n;
     int32_t is_abandoned = n->flags & ABANDONED ? 1 : 0;
     int64_t hidden_bytes = p->logit_count * n->hidden * item_size(model->type);
-    const sd_rows cross = cross_rows(p);
     sd_step_arguments asked = {
         .ids = p->ids,
         .inputs = n->flags & INPUTS ? numbers_of(p->rows.count * n->hidden, model->type) : NULL,
@@ -256,11 +233,9 @@ static void run_step(const plan *p, const sd_model *model, int32_t threads) {
         .is_finite = memory_of(p->rows.count),
         .is_abandoned = &is_abandoned,
         .exchange = n->flags & FAILING ? fail : n->flags & EXCHANGE ? keep_sum : NULL,
-        .cross = n->flags & CROSS && !(n->flags & LACKING) ? &cross : NULL,
     };
     int32_t code = sd_step(model, &p->rows, &asked, threads);
     add_bits(&code, sizeof code);
-    if (n->flags & CROSS && n->flags & LACKING && code != SD_OUT_OF_RANGE) exit_because("a step without rows has run");
     if (code != SD_DONE) return;
     add_numbers(asked.logits, p->logit_count * n->vocabulary, SD_FLOAT32);
     add_bits(asked.is_finite, p->rows.count);

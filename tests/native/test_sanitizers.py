@@ -108,10 +108,10 @@ PLANTED = {
         "address",
         "heap-buffer-overflow",
     ),
-    "a step whose cross attention has no rows": (
+    "cross attention to rows that see from 0 on": (
         "step.h",
-        "(!asked->cross || asked->cross->count != rows->count)",
-        "asked->cross && asked->cross->count != rows->count",
+        "if (!rows->first || rows->first[r] < 1) return 0;",
+        "if (rows->first && rows->first[r] < 1) return 0;",
         "address",
         "SEGV",
     ),

@@ -288,7 +288,7 @@ class StepModel:
 
     @property
     def has_cross(self) -> bool:
-        """Whether its layers attend to an encoder's input too."""
+        """Whether its layers attend to what lies before the first position that a row sees, too."""
         return bool(self.struct.layers[0].cross_queries.panels)
 
     def _check_weight(self, name: str, weight: WeightStruct, out_size: int, in_size: int) -> None:
@@ -339,10 +339,8 @@ class StepArguments:
         is_abandoned: ctypes.c_int32 | None = None,
         exchange: Callable[[object, int], int] | None = None,
         inputs: Tensor | None = None,
-        cross: Rows | None = None,
     ) -> None:
-        """`ids` of int64, a row each, in any shape; `logit_rows` of any integers; `cross`: the rows as cross attention
-        sees them, of a model that has it."""
+        """`ids` of int64, a row each, in any shape; `logit_rows` of any integers."""
         if ids.dtype is not torch.int64:
             refuse("ids.dtype", ids.dtype, "torch.int64")
         sizes = model.struct
@@ -358,10 +356,6 @@ class StepArguments:
         self.hidden = torch.empty(len(chosen), sizes.hidden_size, dtype=dtype) if keeps_hidden else None
         self.is_finite = torch.empty(rows, dtype=torch.bool)
         self.is_abandoned = is_abandoned
-        self.cross = cross
-        if (None if cross is None else cross.count) != (rows if model.has_cross else None):
-            shown, expected = (f"{cross.count} rows" if cross else None), (rows if model.has_cross else "none")
-            refuse("cross", shown, f"{expected}, as the model and the ids have them")
         self._exchange = Exchange(exchange) if exchange is not None else NO_EXCHANGE
         self.struct = StepStruct(
             self.ids.data_ptr(),
@@ -373,7 +367,6 @@ class StepArguments:
             self.is_finite.data_ptr(),
             None if is_abandoned is None else ctypes.addressof(is_abandoned),
             self._exchange,
-            None if cross is None else ctypes.pointer(cross.struct),
         )
 
 

@@ -18,7 +18,7 @@ from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.backend import Compute, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
 from specdec.engine.cpu import kernels as native
 from specdec.engine.cpu.encoder_decoder import KernelStacks, run_stacks
-from specdec.engine.cpu.encoder_decoder_call import NativeStacks, StackCalls, stack_calls
+from specdec.engine.cpu.encoder_decoder_call import StackCalls, native_stacks, stack_calls
 from specdec.engine.cpu.fallback import PlainOutput, run_rows
 from specdec.engine.cpu.kernels import Kernels, LayerCache, Rows, kernels
 from specdec.engine.cpu.llama import LlamaModel, llama_model
@@ -172,11 +172,11 @@ class CpuBackend:
         if self._kernels is None:
             return run_stacks(plan, stacks, storage, batch.should_abandon, compute)
         flag = batch.should_abandon
-        attention = KernelStacks(self._kernels, self._caches, self._rules, stacks, flag)
-        call = None
         if isinstance(self._call, StackCalls) and (flag is None or isinstance(flag, StepFlag)):
-            call = NativeStacks(self._call, attention, flag)
-        return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, attention, call))
+            call = native_stacks(self._call, self._kernels, self._caches, stacks, flag)
+            return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, None, call))
+        attention = KernelStacks(self._kernels, self._caches, self._rules, stacks, flag)
+        return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, attention))
 
     def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         if math.isfinite(hidden.sum(dtype=torch.float32).item() + logits.sum().item()):

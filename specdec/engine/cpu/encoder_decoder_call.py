@@ -21,8 +21,8 @@ from specdec.engine.backend import StepResult
 from specdec.engine.cpu import kernels as native
 from specdec.engine.cpu import structs
 from specdec.engine.cpu.arguments import TYPES, LayerCache
-from specdec.engine.cpu.encoder_decoder import KernelDecoder, KernelEncoder, KernelStacks
-from specdec.engine.cpu.kernels import Kernels
+from specdec.engine.cpu.encoder_decoder import KernelEncoder, KernelStacks, rows_on
+from specdec.engine.cpu.kernels import Kernels, Rows
 from specdec.engine.cpu.llama import PROBED_BLOCK, LlamaModel, LlamaStep, are_same, new_caches
 from specdec.engine.cpu.llama_parts import (
     ModelParts,
@@ -32,9 +32,11 @@ from specdec.engine.cpu.llama_parts import (
     fill_output,
     norm_struct,
     set_sizes,
+    set_table,
+    table_of,
     weight_struct,
 )
-from specdec.engine.cpu.plan import divide_rows, plan_step
+from specdec.engine.cpu.plan import StackRows, divide_rows, plan_step
 from specdec.engine.encoder_decoder import Decoder, EncoderDecoder, Layer, Stack
 from specdec.engine.interface import Chunk, RaggedBatch, StepFlag
 
@@ -66,37 +68,45 @@ class StackCalls:
         self.base.write_input(step.hidden, own)
         return step
 
-    def decode(
-        self, ids: Tensor, logit_rows: Tensor, own: KernelDecoder, flag: c_int32 | None, keeps_hidden: bool
-    ) -> LlamaStep:
-        """Runs the decoder's rows, ids [rows] int64; logit_rows [logits] int64 count these rows only. Raises
-        StepAbandoned."""
-        return self.decoder.step(own.rows, ids, logit_rows, flag, keeps_hidden, own.cross)
-
 
 @dataclass(frozen=True, slots=True)
 class NativeStacks:
     """A step in a call for each of its stacks: see `WholeStep`. The calls compute the output layer too."""
 
     calls: StackCalls
-    stacks: KernelStacks
+    encoder: KernelEncoder | None
+    decoder: Rows | None
+    decoder_index: Tensor  # [rows] int64
     flag: StepFlag | None
 
     def run(self, input_ids: Tensor, logit_rows: Tensor, output: nn.Module, returns_hidden: bool) -> StepResult:
         ids, word = input_ids[0], self.flag.word if self.flag else None
-        encoder, decoder = self.stacks.encoder, self.stacks.decoder
+        encoder, calls = self.encoder, self.calls
         if encoder is None:
-            assert decoder is not None
-            step = self.calls.decode(ids, logit_rows, decoder, word, returns_hidden)
+            assert self.decoder is not None
+            step = calls.decoder.step(self.decoder, ids, logit_rows, word, returns_hidden)
             return StepResult(step.logits, step.is_finite, step.hidden)
-        encoded = self.calls.encode(ids[encoder.index], encoder, word)
-        if decoder is None:
-            return StepResult(torch.empty(0, self.calls.logits_width), encoded.is_finite)
-        own_rows = torch.searchsorted(decoder.index, logit_rows)
-        step = self.calls.decode(ids[decoder.index], own_rows, decoder, word, returns_hidden)
+        encoded = calls.encode(ids[encoder.index], encoder, word)
+        if self.decoder is None:
+            return StepResult(torch.empty(0, calls.logits_width), encoded.is_finite)
+        own_rows = torch.searchsorted(self.decoder_index, logit_rows)
+        step = calls.decoder.step(self.decoder, ids[self.decoder_index], own_rows, word, returns_hidden)
         is_finite = torch.empty(len(ids), dtype=torch.bool)
-        is_finite[encoder.index], is_finite[decoder.index] = encoded.is_finite, step.is_finite
+        is_finite[encoder.index], is_finite[self.decoder_index] = encoded.is_finite, step.is_finite
         return StepResult(step.logits, is_finite, step.hidden)
+
+
+def native_stacks(
+    calls: StackCalls, kernels: Kernels, caches: Sequence[LayerCache], stacks: StackRows, flag: StepFlag | None
+) -> NativeStacks:
+    """Returns a planned step. Raises ValueError for rows that do not fit the caches."""
+    encoder = decoder = None
+    if stacks.encoder is not None:
+        rows = rows_on(kernels, caches[0], stacks.encoder)
+        encoder = KernelEncoder(kernels, caches, {}, flag, stacks.encoder_index, rows)
+    if stacks.decoder is not None:
+        decoder = rows_on(kernels, caches[0], stacks.decoder)
+    return NativeStacks(calls, encoder, decoder, stacks.decoder_index, flag)
 
 
 def stack_calls(
@@ -112,7 +122,7 @@ def stack_calls(
     """Returns the calls for a base model whose modules run on kernels; None if it has a part that is not known. See
     `llama_model`."""
     try:
-        sizes = shape, TYPES[dtype], positions_max, ids_end, rules
+        sizes = shape, dtype, positions_max, ids_end, rules
         encoder, decoder = (stack_parts(stack, *sizes) for stack in (base.encoder, base.decoder))
         fill_output(decoder.struct, output)
         decoder.kept.append(output)
@@ -146,12 +156,11 @@ def agrees(
     attention = KernelStacks(kernels, module_caches, rules, rows, None)
     expected = calls.base(plan.input_ids, attention).last_hidden_state[0]
     calls.attach(caches)
-    stacks = KernelStacks(kernels, caches, rules, rows, None)
-    assert stacks.encoder is not None and stacks.decoder is not None
-    ids = plan.input_ids[0]
-    encoded = calls.encode(ids[: count // 2], stacks.encoder, None).hidden
-    own = ids[count // 2 :]
-    decoded = calls.decode(own, torch.arange(len(own)), stacks.decoder, None, keeps_hidden=True).hidden
+    step = native_stacks(calls, kernels, caches, rows, None)
+    assert step.encoder is not None and step.decoder is not None
+    ids, others = plan.input_ids[0].split((count // 2, count - count // 2))
+    encoded = calls.encode(ids, step.encoder, None).hidden
+    decoded = calls.decoder.step(step.decoder, others, torch.arange(len(others)), keeps_hidden=True).hidden
     pairs = [(encoded, expected[: count // 2]), (decoded, expected[count // 2 :])]
     for mine, theirs in zip(caches, module_caches):
         pairs += [(mine.keys, theirs.keys), (mine.values, theirs.values)]
@@ -159,7 +168,7 @@ def agrees(
 
 
 def stack_parts(
-    stack: Stack, shape: AttentionShape, dtype_number: int, positions_max: int, ids_end: int, rules: Rules
+    stack: Stack, shape: AttentionShape, dtype: torch.dtype, positions_max: int, ids_end: int, rules: Rules
 ) -> ModelParts:
     """Returns the structures of a stack but for an output layer. Raises UnknownPart."""
     modules = cast("list[Layer]", list(stack.layers))
@@ -170,14 +179,18 @@ def stack_parts(
         heads=shape.head_count,
         kv_heads=shape.kv_head_count,
         head_size=shape.head_size,
-        type=dtype_number,
+        type=TYPES[dtype],
         embedding_scale=1.0,
         last=norm_struct(stack.norm),
         logit_scale=1.0,
         positions_max=positions_max,
         vocabulary_size=ids_end,
     )
-    parts = ModelParts(struct, layers, [stack, rules], stack.embedding)
+    parts = ModelParts(struct, layers, [stack, rules])
+    if isinstance(stack, Decoder):
+        set_table(parts, table_of(stack.embedding, struct, dtype))
+    else:
+        parts.embed = stack.embedding  # a lookup is nothing beside the layers of an input
     for index, module in enumerate(modules):
         fill_layer(parts, index, module, isinstance(stack, Decoder), rules)
     return parts

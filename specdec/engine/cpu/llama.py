@@ -63,11 +63,9 @@ class LlamaModel:
         logit_rows: Tensor,
         is_abandoned: c_int32 | None = None,
         keeps_hidden: bool = False,
-        cross: Rows | None = None,
     ) -> LlamaStep:
         """Runs a step: ids [..., rows] int64, logit_rows [logits] int64. Without an output layer (a rank's share) the
-        logits have no columns. `cross`: the rows as cross attention sees them, if the model has it. Raises
-        StepAbandoned where the flag is set before a layer's keys are written."""
+        logits have no columns. Raises StepAbandoned where the flag is set before a layer's keys are written."""
         if self._model is None:
             raise RuntimeError("step was called before attach")
         parts = self._parts
@@ -79,7 +77,6 @@ class LlamaModel:
             is_abandoned=is_abandoned,
             exchange=self._exchange if self._sum_over_ranks else None,
             inputs=None if parts.embed is None else parts.embed(ids),
-            cross=cross,
         )
         code = self._kernels.step(self._model, rows, arguments)
         if code == structs.ABANDONED:

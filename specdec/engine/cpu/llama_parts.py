@@ -247,21 +247,32 @@ def fill_embedding(parts: ModelParts, base: Any, output: nn.Module | None, dtype
     if not isinstance(embedding, nn.Embedding):  # split over ranks
         parts.embed = lambda ids: embedding(ids) * later if later != 1 else embedding(ids)
         return
-    table = embedding.weight.detach()
     scale = getattr(embedding, "embed_scale", None)
     if scale is not None:
         if later != 1:
             raise UnknownPart("its embeddings are scaled twice")
-        scale = scale.to(table.dtype)
+        scale = scale.to(embedding.weight.dtype)
         struct.embedding_scale = float(scale)
-    if table.dtype != dtype or not table.is_contiguous() or struct.vocabulary_size > len(table):
-        raise UnknownPart("its embeddings are of another type than the model")
+    table = table_of(embedding, struct, dtype)
     tied = PackedEmbedding(output.weight, scale) if isinstance(output, OutputLayer) else None
     if tied and struct.vocabulary_size <= tied.packed.out_size and holds(tied, table):
         base.embed_tokens = tied
         return
+    set_table(parts, table)
+
+
+def table_of(embedding: nn.Embedding, struct: structs.ModelStruct, dtype: torch.dtype) -> Tensor:
+    """Returns the table of embeddings, as the call reads it. Raises UnknownPart."""
+    table = embedding.weight.detach()
+    if table.dtype != dtype or not table.is_contiguous() or struct.vocabulary_size > len(table):
+        raise UnknownPart("its embeddings are of another type than the model")
+    return table
+
+
+def set_table(parts: ModelParts, table: Tensor) -> None:
+    """Sets the table of embeddings."""
     parts.kept.append(table)
-    struct.embedding = table.data_ptr()
+    parts.struct.embedding = table.data_ptr()
 
 
 @torch.inference_mode()

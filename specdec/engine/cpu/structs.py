@@ -149,7 +149,6 @@ class StepStruct(ctypes.Structure):
         ("is_finite", c_void_p),
         ("is_abandoned", c_void_p),
         ("exchange", Exchange),
-        ("cross", POINTER(RowsStruct)),
     ]
 
 

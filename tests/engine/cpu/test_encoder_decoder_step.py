@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from specdec.engine.cpu.encoder_decoder_call import StackCalls
 from specdec.engine.cpu.kernels import kernels
+from specdec.engine.cpu.plan import plan_step
 from specdec.engine.interface import Chunk, RaggedBatch, StepAbandoned, StepFlag, tree_paths
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
@@ -124,36 +126,25 @@ def test_a_set_flag_abandons_either_stack_before_it_writes(folder_of: FolderOf) 
         assert not any(map(same, (*storage.keys, *storage.values), before))
 
 
-def test_a_step_without_its_rows_of_cross_attention_is_refused(folder_of: FolderOf) -> None:
-    """Claim: the decoder's call needs rows of cross attention, as many as its own; the encoder's takes none.
+def test_rows_without_an_input_are_refused(folder_of: FolderOf) -> None:
+    """Claim: the decoder's call refuses rows of which one sees from position 0 on, and so has no cross attention.
 
-    Conclusive: the message names the argument and both numbers; the step with these rows runs.
+    Conclusive: rows without first positions and with one of 0 among others; with 1 instead the same rows run.
     """
     model = load(folder_of("t5"))
-    calls = model.backend._call
-    native = kernels()
+    calls, native = model.backend._call, kernels()
     assert native is not None and isinstance(calls, StackCalls)
-
-    def rows(count: int):
-        return native.rows(
-            block_count=BLOCK_COUNT,
-            block_size=BLOCK_SIZE,
-            **{name: torch.zeros(count, dtype=torch.int32).numpy() for name in ("sequence", "position", "slot")},
-            base=torch.ones(count, dtype=torch.int32).numpy(),
-            path_start=torch.zeros(count + 1, dtype=torch.int64).numpy(),
-            path=torch.zeros(0, dtype=torch.int32).numpy(),
-            table_start=torch.tensor([0, 1]).numpy(),
-            table=torch.zeros(1, dtype=torch.int32).numpy(),
-        )
-
-    ids = torch.tensor([4, 5])
-    with pytest.raises(ValueError, match="cross is None; it must be 2"):
-        calls.decoder.step(rows(2), ids, ids[:0])
-    with pytest.raises(ValueError, match="cross is 1 rows; it must be 2"):
-        calls.decoder.step(rows(2), ids, ids[:0], cross=rows(1))
-    with pytest.raises(ValueError, match="cross is 2 rows; it must be none"):
-        calls.encoder.step(rows(2), ids, ids[:0], cross=rows(2))
-    assert calls.decoder.step(rows(2), ids, ids[:0], cross=rows(2)).is_finite.all()
+    chunk = Chunk(LEFT, 5, [4, 5], 2, (), 5)
+    plan = plan_step(RaggedBatch((chunk,)), BLOCK_SIZE)
+    ids, logit_rows = plan.input_ids, plan.logit_rows
+    for first in (None, [1, 0], [1, 1]):
+        arrays = plan.rows._replace(first=None if first is None else numpy.array(first, numpy.int32))
+        rows = native.rows(block_count=BLOCK_COUNT, block_size=BLOCK_SIZE, **arrays._asdict())
+        if first == [1, 1]:
+            assert calls.decoder.step(rows, ids, logit_rows).is_finite.all()
+        else:
+            with pytest.raises(ValueError, match="first of a row is 0; it must be 1 or more"):
+                calls.decoder.step(rows, ids, logit_rows)
 
 
 def test_modules_with_an_unknown_operation_have_no_call(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:

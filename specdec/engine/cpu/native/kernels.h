@@ -74,7 +74,8 @@ typedef struct {
 } sd_rule;
 
 // One layer of the Llama family, or of a stack of T5; the order of operations is that of `transformers`. A norm whose
-// gain is NULL is left out; so are cross attention, whose keys and values are in the cache, and `up`, without panels.
+// gain is NULL is left out; so are cross attention and `up` without panels. Cross attention of a row is that to the
+// positions of its cache before the first that it sees.
 typedef struct {
     sd_norm before_attention, after_attention, before_mlp, after_mlp;  // after_*: on the output, before the residual
     sd_norm query, key;                                                // of each head, before the rotation
@@ -120,10 +121,9 @@ typedef struct {
     uint8_t *is_finite;         // [rows] 1 where the last hidden state, and the logits if asked, are finite
     const volatile int32_t *is_abandoned;  // read between layers, before a layer's keys are written; NULL: never
     sd_exchange exchange;       // NULL: one rank
-    const sd_rows *cross;       // the rows as cross attention sees them; NULL: there is none
 } sd_step_arguments;
 
-// SD_OUT_OF_RANGE: an id, a position, a row of logits or the rows of cross attention do not exist.
+// SD_OUT_OF_RANGE: an id, a position, a row of logits or the positions of cross attention do not exist.
 enum { SD_DONE = 0, SD_ABANDONED = 1, SD_EXCHANGE_FAILED = 2, SD_NO_MEMORY = 3, SD_OUT_OF_RANGE = 4 };
 
 // Version of the order of sums: increases with each change by which a result has other bits.

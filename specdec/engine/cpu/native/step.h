@@ -30,6 +30,7 @@ typedef struct {
     char *qkv, *attended, *gate, *up;   // [rows, sizes of the layer]
     char *chosen;                       // [logits, hidden]: inputs of the output layer
     float *partial;                     // [rows, hidden]: a rank's part of a product
+    sd_rows before;                     // the rows as cross attention sees them: [0, first)
     // Of the job at hand.
     const sd_layer *layer;
     const sd_weight *queries;               // of an attention: queries, or queries, keys and values
@@ -45,6 +46,20 @@ INLINE char *take_bytes(char *arena, int64_t *used, int64_t bytes) {
     char *found = arena ? arena + *used : NULL;
     *used += (bytes + STEP_ALIGNMENT - 1) / STEP_ALIGNMENT * STEP_ALIGNMENT;
     return found;
+}
+
+INLINE int32_t has_cross(const sd_model *model) { return model->layers[0].cross_queries.panels != NULL; }
+
+// The rows that see what lies before the first position of these; their numbers are placed in an arena.
+static sd_rows rows_before(const sd_rows *rows, char *arena, int64_t *used) {
+    sd_rows before = *rows;
+    int64_t bytes = (rows->count + 1) * (int64_t)sizeof(int64_t);
+    char *zeros = take_bytes(arena, used, bytes);
+    if (zeros) memset(zeros, 0, (size_t)bytes);
+    before.base = rows->first;
+    before.first = (const int32_t *)zeros;
+    before.path_start = (const int64_t *)zeros;
+    return before;
 }
 
 // Places the buffers of a step in an arena; returns its bytes.
@@ -63,6 +78,7 @@ static int64_t place_buffers(step_state *step, char *arena) {
     step->up = take_bytes(arena, &used, rows * model->intermediate_size * item);
     step->chosen = take_bytes(arena, &used, step->asked->logit_count * model->hidden_size * item);
     step->partial = (float *)take_bytes(arena, &used, step->asked->exchange ? rows * model->hidden_size * 4 : 0);
+    if (has_cross(model)) step->before = rows_before(step->rows, arena, &used);
     return used;
 }
 
@@ -267,9 +283,9 @@ static int32_t run_layer(step_state *step, const sd_layer *layer) {
     if (is_abandoned && *is_abandoned) return SD_ABANDONED;
     sd_share(team, keys_job, step, row_parts(step, step->qkv_size));
     int32_t result = attend_in(step, step->rows, &layer->rule, &layer->out, &layer->after_attention);
-    if (result == SD_DONE && layer->cross_queries.panels) {
+    if (result == SD_DONE && has_cross(step->model)) {
         multiply_queries(step, &layer->before_cross, &layer->cross_queries);
-        result = attend_in(step, step->asked->cross, &layer->cross_rule, &layer->cross_out, &none);
+        result = attend_in(step, &step->before, &layer->cross_rule, &layer->cross_out, &none);
     }
     if (result != SD_DONE) return result;
     step->input = add_sums(step, &layer->before_mlp);
@@ -327,8 +343,8 @@ static int32_t run_step(step_state *step) {
 static int32_t is_within(const sd_model *model, const sd_rows *rows, const sd_step_arguments *asked) {
     int32_t has_table = model->embedding || (model->output.panels && model->vocabulary_size <= model->output.out_size);
     if (!asked->inputs && !has_table) return 0;
-    for (int32_t l = 0; l < model->layer_count; l++)
-        if (model->layers[l].cross_queries.panels && (!asked->cross || asked->cross->count != rows->count)) return 0;
+    for (int64_t r = 0; has_cross(model) && r < rows->count; r++)
+        if (!rows->first || rows->first[r] < 1) return 0;
     for (int64_t r = 0; r < rows->count; r++) {
         if (rows->position[r] < 0 || rows->position[r] >= model->positions_max) return 0;
         if (!asked->inputs && (asked->ids[r] < 0 || asked->ids[r] >= model->vocabulary_size)) return 0;
