@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import T5ForConditionalGeneration
+from transformers import DynamicCache, EncoderDecoderCache, T5ForConditionalGeneration
 
 from models.console import progress_over, run_command
 from models.encoder_decoder import build_draft, pair_data, save_model
@@ -45,7 +45,10 @@ def written(target: Any, inputs: Sequence[Tensor], temperature: float) -> list[T
     int32 each; draws are those of torch's global generator"""
     sources, is_source = padded(inputs)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    rows = target.generate(sources, attention_mask=is_source.long(), max_new_tokens=TOKENS_MAX, **drawn)
+    # That of `generate` has a layer for each of the encoder.
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    asked = {"attention_mask": is_source.long(), "max_new_tokens": TOKENS_MAX, "past_key_values": cache}
+    rows = target.generate(sources, **asked, **drawn)
     ends = [(row[1:] == END_TOKEN_ID).nonzero().flatten().tolist() for row in rows]
     return [row[: end[0] + 1 if end else TOKENS_MAX].to(torch.int32) for row, end in zip(rows, ends)]
 
