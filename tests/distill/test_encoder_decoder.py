@@ -52,7 +52,7 @@ def settings(target: Path, **own: Any) -> DistillSettings:
 
 
 def written(target: Path, plans: Sequence[Any], at_once: int) -> LabelledTexts:
-    model = load_model(str(target), dtype="float32")
+    model = load_model(str(target), dtype="float32", positions_max=2048)
     with TextWriter(model, at_once, max(plan.length_max for plan in plans)) as writer:
         return writer.write(plans)
 
