@@ -92,8 +92,9 @@ def test_unlawful_draft_tokens_change_no_text(
 
 
 def test_unlawful_draft_tokens_leave_drawn_texts_valid(liar: tuple[str, Client]) -> None:
-    """Claim: the same drafts, with their own distributions, leave each text under REJECTION valid. Conclusive: of
-    the texts that are drawn until one ends each is checked by `jsonschema`, and no draft token but a last end token was accepted."""
+    """Claim: the same drafts, with their own distributions, leave each text under REJECTION valid. Conclusive: each
+    of the texts that are drawn until one ends is checked by `jsonschema`, and no draft token but a last end token was
+    accepted."""
     lie, client = liar
     speculative = {**WAITING["waiting siblings"], "rule": "rejection"}
     ask = {**COMMON, "prompt": PROMPT, "temperature": 1, "speculative": speculative}
