@@ -50,8 +50,8 @@ def test_prompts_are_distinct_and_short_enough() -> None:
 @pytest.mark.more
 @torch.inference_mode()
 def test_the_target_restores_texts_and_the_draft_foresees_them() -> None:
-    """Claim: of 16 held-out prompts a third of the greedy texts of the target have the words of the prompt, and at most of their
-    positions the draft's likeliest token is the target's.
+    """Claim: of 16 held-out prompts a third of the greedy texts of the target have the words of the prompt, and at most
+    of their positions the draft's likeliest token is the target's.
 
     Conclusive: swapped or damaged weights copy nothing, and chance is one token in 4,096.
     """
