@@ -355,7 +355,7 @@ def place(models: tuple[Path, Path]) -> Iterator[Fleet]:
         yield made
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["synchronous", "waiting siblings"])
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_text_outlives_a_replica(place: Fleet, role: str, shape: str) -> None:
