@@ -22,7 +22,7 @@ from models.encoder_decoder import build_draft, pair_data, save_model
 from models.formatting import TOKENS_MAX, Pairs, read_pairs
 from models.sizes import ENCODER_DECODER_SIZES
 from models.tokenizer import END_TOKEN_ID, SPLITS, load_tokenizer
-from models.train_encoder_decoder import add_run_options, digest_of, learn, plan_of, prepare
+from models.train_encoder_decoder import add_pair_options, digest_of, learn, plan_of, prepare_run
 from specdec.distill.texts import LabelledTexts, label
 from specdec.distill.training import padded
 from specdec.errors import ConfigError
@@ -116,7 +116,7 @@ def kept_texts(asked: argparse.Namespace, target: Any, pairs: Pairs, split: str,
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     options = argparse.ArgumentParser(prog="python -m models.distill_encoder_decoder", description=__doc__)
-    add_run_options(options)
+    add_pair_options(options)
     options.add_argument("--target", type=Path, required=True, help="folder models.train_encoder_decoder wrote")
     return options
 
@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Distils and saves; shows acceptance on held-out texts of the target."""
     asked = parser().parse_args(arguments)
-    prepare(asked)
+    prepare_run(asked)
     size = ENCODER_DECODER_SIZES[asked.size]
     target = load_model(asked.target)
     asked.target_digest = hashlib.sha256((asked.target / "model.safetensors").read_bytes()).hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 from specdec.advise.agreement import Reader
-from specdec.cli.main import main
 from specdec.distill.command import plans_of
 from specdec.distill.learners import DraftLearner, HeadsLearner, losses_of
 from specdec.distill.plans import records_of
@@ -27,6 +25,7 @@ from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.transformers_model import read_weights
 from specdec.errors import ConfigError
+from tests.support.distilling import distilled
 from tests.support.encoder_decoder_models import START, VOCABULARY_SIZE, PairReference, make_encoder_decoder
 from tests.support.engine_models import make_tiny_model
 
@@ -168,17 +167,6 @@ def test_a_student_has_the_encoder_and_chosen_layers(target: Path, tmp_path: Pat
     assert torch.allclose(rows, expected[:, :VOCABULARY_SIZE], atol=1e-3, rtol=1e-3)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, target: Path, prompts: Path, out: Path, *more: str) -> int:
-    told = f"--target {target} --out {out} --prompts {prompts} --text-count 8 --text-tokens 12 --tokens 3000"
-    flags = f"{told} --evaluate-tokens 1000 --batch-tokens 256 --threads 1 --device cpu".split()
-    monkeypatch.setattr(sys, "argv", ["specdec", "distill", *flags, *more])
-    threads = torch.get_num_threads()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    torch.set_num_threads(threads)
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.parametrize("target", ["t5-gated"], indirect=True)
 def test_the_command_makes_drafts_and_heads(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,12 +174,15 @@ def test_the_command_makes_drafts_and_heads(
     """Claim: `specdec distill` trains a draft of one decoder layer whose acceptance rises, one that learns on, and
     heads that load for their target. Conclusive: the student begins without a layer that the target has."""
     texts = ("--texts", str(tmp_path / "texts"))
-    assert run(monkeypatch, target, prompts, tmp_path / "draft", *texts) == 0
+    assert distilled(monkeypatch, target, tmp_path / "draft", *texts, prompts=prompts) == 0
     history = json.loads((tmp_path / "draft" / "training.json").read_text())["history"]
     first, last = (sum(own["acceptance"].values()) for own in (history[0], history[-1]))
     assert last > first and open_model_folder(str(tmp_path / "draft")).has_encoder
-    assert run(monkeypatch, target, prompts, tmp_path / "on", "--start", str(tmp_path / "draft"), *texts) == 0
-    assert run(monkeypatch, target, prompts, tmp_path / "heads", "--heads", "2", *texts) == 0
+    assert (
+        distilled(monkeypatch, target, tmp_path / "on", "--start", str(tmp_path / "draft"), *texts, prompts=prompts)
+        == 0
+    )
+    assert distilled(monkeypatch, target, tmp_path / "heads", "--heads", "2", *texts, prompts=prompts) == 0
     heads = load_heads(tmp_path / "heads", open_model_folder(str(target)).digest(), 64)
     assert heads.head_count == 2 and bool(heads.weight.abs().sum())
 
@@ -225,7 +216,7 @@ def test_what_does_not_fit_is_refused(
     (tmp_path / "long").write_text("def\n" + "~" * 300)
     given = flags.format(parent=tmp_path, decoder=decoder).split()
     capsys.readouterr()
-    assert run(monkeypatch, target, prompts, tmp_path / "out", *given) in (1, 2)
+    assert distilled(monkeypatch, target, tmp_path / "out", *given, prompts=prompts) in (1, 2)
     said = capsys.readouterr().err.replace("\n", " ")
     assert sentence in said and not (tmp_path / "out").exists(), said
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.backend import StepResult
 from specdec.engine.cpu import kernels as native
-from specdec.engine.cpu import structs
-from specdec.engine.cpu.arguments import TYPES, LayerCache
+from specdec.engine.cpu.arguments import LayerCache
 from specdec.engine.cpu.encoder_decoder import KernelEncoder, KernelStacks, rows_on
 from specdec.engine.cpu.kernels import Kernels, Rows
 from specdec.engine.cpu.llama import PROBED_BLOCK, LlamaModel, LlamaStep, are_same, new_caches
@@ -28,6 +27,7 @@ from specdec.engine.cpu.llama_parts import (
     ModelParts,
     UnknownPart,
     children_of,
+    empty_parts,
     expect_children,
     fill_output,
     norm_struct,
@@ -172,23 +172,11 @@ def stack_parts(
 ) -> ModelParts:
     """Returns the structures of a stack but for an output layer. Raises UnknownPart."""
     modules = cast("list[Layer]", list(stack.layers))
-    layers = (structs.LayerStruct * len(modules))()
-    struct = structs.ModelStruct(
-        layers=layers,
-        layer_count=len(modules),
-        heads=shape.head_count,
-        kv_heads=shape.kv_head_count,
-        head_size=shape.head_size,
-        type=TYPES[dtype],
-        embedding_scale=1.0,
-        last=norm_struct(stack.norm),
-        logit_scale=1.0,
-        positions_max=positions_max,
-        vocabulary_size=ids_end,
-    )
-    parts = ModelParts(struct, layers, [stack, rules])
+    parts = empty_parts(len(modules), stack.norm, shape, dtype, positions_max, ids_end)
+    parts.struct.embedding_scale = parts.struct.logit_scale = 1.0
+    parts.kept += [stack, rules]
     if isinstance(stack, Decoder):
-        set_table(parts, table_of(stack.embedding, struct, dtype))
+        set_table(parts, table_of(stack.embedding, parts.struct, dtype))
     else:
         parts.embed = stack.embedding  # a lookup is nothing beside the layers of an input
     for index, module in enumerate(modules):

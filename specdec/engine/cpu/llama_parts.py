@@ -55,6 +55,25 @@ class ModelParts:
     embed: Callable[[Tensor], Tensor] | None = None
 
 
+def empty_parts(
+    layer_count: int, norm: nn.Module, shape: AttentionShape, dtype: torch.dtype, positions_max: int, ids_end: int
+) -> ModelParts:
+    """Returns the structures of a model whose layers are to be filled. `norm`: the last. Raises UnknownPart."""
+    layers = (structs.LayerStruct * layer_count)()
+    struct = structs.ModelStruct(
+        layers=layers,
+        layer_count=layer_count,
+        heads=shape.head_count,
+        kv_heads=shape.kv_head_count,
+        head_size=shape.head_size,
+        type=TYPES[dtype],
+        last=norm_struct(norm),
+        positions_max=positions_max,
+        vocabulary_size=ids_end,
+    )
+    return ModelParts(struct, layers)
+
+
 class PackedEmbedding(nn.Module):
     """A lookup in the packed weight of a tied output layer, which is then in memory once."""
 
@@ -91,20 +110,10 @@ def model_parts(
     modules = list(its.layers)
     if len(rules) != len(modules) or any(type(rule) is not ScoreRule for rule in rules):
         raise UnknownPart(f"{len(modules)} layers attend {len(rules)} times")
-    layers = (structs.LayerStruct * len(modules))()
-    struct = structs.ModelStruct(
-        layers=layers,
-        layer_count=len(modules),
-        heads=shape.head_count,
-        kv_heads=shape.kv_head_count,
-        head_size=shape.head_size,
-        type=TYPES[dtype],
-        last=norm_struct(its.norm),
-        positions_max=positions_max,
-        vocabulary_size=ids_end,
-    )
+    parts = empty_parts(len(modules), its.norm, shape, dtype, positions_max, ids_end)
+    struct, layers = parts.struct, parts.layers
     angles = angles_of(its.rotary_emb, struct)
-    parts = ModelParts(struct, layers, [base, output, angles])
+    parts.kept += [base, output, angles]
     for index, (module, rule) in enumerate(zip(modules, rules)):
         fill_layer(parts, index, module, rule)
         if getattr(module.self_attn, "use_rope", True):
