@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Tests that judge how long something takes, or load the machine on purpose: one at a time, after all others, of which
 # one file per core runs at once.
-TIMED := $(addprefix tests/,bench/test_network.py bench/test_placement.py chaos gateway/test_hostile.py \
+TIMED := $(addprefix tests/,bench/test_network.py bench/test_pair.py bench/test_placement.py chaos gateway/test_hostile.py \
   metrics/test_page_readers.py \
   parallel/test_failures.py parallel/test_hung_rank.py ray/test_deployment.py rpc/test_link.py rpc/test_silence.py \
   services/test_engine_watch.py services/test_process_watch.py services/test_stuck_coordinator.py \
@@ -94,7 +94,7 @@ bench: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmar
 	@$(BIN)/python -m bench.masks
 	@$(BIN)/python -m bench.pipeline
 	@$(BIN)/python -m bench.proposers
-	@$(BIN)/python -m bench.chat_pair
+	@$(BIN)/python -m bench.pair
 	@$(BIN)/python -m bench.gateway
 	@$(BIN)/python -m bench.goals
 

@@ -19,7 +19,7 @@ BENCHMARKS = (
     "poor_drafts",
     "policy_cells",
     "proposers",
-    "chat_pair",
+    "pair",
     "concurrency",
     "fleet",
     "engine",

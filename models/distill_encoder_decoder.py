@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import T5ForConditionalGeneration
+from transformers import DynamicCache, EncoderDecoderCache, T5ForConditionalGeneration
 
 from models.console import progress_over, run_command
-from models.encoder_decoder import PairData, build_draft, padded, save_model
+from models.encoder_decoder import build_draft, pair_data, save_model
 from models.formatting import TOKENS_MAX, Pairs, read_pairs
 from models.sizes import ENCODER_DECODER_SIZES
 from models.tokenizer import END_TOKEN_ID, SPLITS, load_tokenizer
-from models.train_encoder_decoder import add_run_options, digest_of, learn, plan_of, prepare
+from models.train_encoder_decoder import add_pair_options, digest_of, learn, plan_of, prepare_run
 from specdec.distill.texts import LabelledTexts, label
+from specdec.distill.training import padded
 from specdec.errors import ConfigError
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -44,7 +45,10 @@ def written(target: Any, inputs: Sequence[Tensor], temperature: float) -> list[T
     int32 each; draws are those of torch's global generator"""
     sources, is_source = padded(inputs)
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    rows = target.generate(sources, attention_mask=is_source.long(), max_new_tokens=TOKENS_MAX, **drawn)
+    # That of `generate` has a layer for each of the encoder.
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    asked = {"attention_mask": is_source.long(), "max_new_tokens": TOKENS_MAX, "past_key_values": cache}
+    rows = target.generate(sources, **asked, **drawn)
     ends = [(row[1:] == END_TOKEN_ID).nonzero().flatten().tolist() for row in rows]
     return [row[: end[0] + 1 if end else TOKENS_MAX].to(torch.int32) for row, end in zip(rows, ends)]
 
@@ -112,7 +116,7 @@ def kept_texts(asked: argparse.Namespace, target: Any, pairs: Pairs, split: str,
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     options = argparse.ArgumentParser(prog="python -m models.distill_encoder_decoder", description=__doc__)
-    add_run_options(options)
+    add_pair_options(options)
     options.add_argument("--target", type=Path, required=True, help="folder models.train_encoder_decoder wrote")
     return options
 
@@ -120,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Distils and saves; shows acceptance on held-out texts of the target."""
     asked = parser().parse_args(arguments)
-    prepare(asked)
+    prepare_run(asked)
     size = ENCODER_DECODER_SIZES[asked.size]
     target = load_model(asked.target)
     asked.target_digest = hashlib.sha256((asked.target / "model.safetensors").read_bytes()).hexdigest()
@@ -131,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pairs = read_pairs(asked.data, split)
         pairs = pairs.chosen(torch.randperm(len(pairs), generator=chance)[: counts[split]].tolist())
         used.append(pairs)
-        data[split] = PairData(kept_texts(asked, target, pairs, split, every), pairs)
+        data[split] = pair_data(kept_texts(asked, target, pairs, split, every), pairs)
     draft = build_draft(target, size)
     plan = plan_of(asked, size, size.draft_tokens, f"{asked.target_digest}/{digest_of(*used)}")
     facts = learn(draft, plan, data["train"], data["heldout"], asked.out, "the draft learns")

@@ -7,25 +7,21 @@ cross-entropy. The draft learns the target's distributions in the same way.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
 from models.formatting import TOKENS_MAX, Pairs
 from models.sizes import EncoderDecoderSize
 from models.tokenizer import END_TOKEN, END_TOKEN_ID
-from specdec.distill.learners import DraftLearner, OutputLayer
-from specdec.distill.losses import Labels
+from specdec.distill.learners import DraftLearner
 from specdec.distill.texts import LabelledTexts
-from specdec.distill.training import Batch, Data, Plan
+from specdec.distill.training import Data, Plan
 from specdec.engine.loading.folder_files import write_manifest
 
 BRANCH_SCALE = 0.3  # of what a fresh layer adds
@@ -93,34 +89,10 @@ def build_draft(target: Any, size: EncoderDecoderSize) -> Any:
     return draft
 
 
-@dataclass(frozen=True, slots=True)
-class PairBatch(Batch):
-    """Texts as in a batch, and the encoder's input of each, shorter ones filled up."""
-
-    sources: Tensor  # [texts, input length] int64
-    is_source: Tensor  # [texts, input length] bool
-
-
-class PairData(Data):
-    """Labelled texts, the outputs of pairs, with the inputs of the same pairs."""
-
-    def __init__(self, texts: LabelledTexts, pairs: Pairs) -> None:
-        super().__init__(texts, texts.learned_from, None)
-        self._inputs = pairs.inputs.split(pairs.input_lengths.tolist())
-
-    def batch(self, indices: Sequence[int]) -> PairBatch:
-        """Returns these texts as one batch."""
-        own = super().batch(indices)
-        sources, is_source = padded([self._inputs[index] for index in indices])
-        return PairBatch(own.inputs, own.learned, own.labels, own.temperatures, sources, is_source)
-
-
-def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns rows side by side, shorter ones filled up, and where they are.  # [rows, length] int64, bool"""
-    lengths = torch.tensor([len(row) for row in rows])
-    return pad_sequence([row.long() for row in rows], batch_first=True), torch.arange(int(lengths.max())) < lengths[
-        :, None
-    ]
+def pair_data(texts: LabelledTexts, pairs: Pairs) -> Data:
+    """Returns labelled texts, the outputs of pairs, with the inputs of the same pairs."""
+    whole = replace(texts, input_ids=pairs.inputs, input_lengths=pairs.input_lengths)
+    return Data(whole, whole.learned_from, None)
 
 
 def certain_texts(pairs: Pairs) -> LabelledTexts:
@@ -138,40 +110,12 @@ def certain_texts(pairs: Pairs) -> LabelledTexts:
     )
 
 
-class TiedOutputLayer(OutputLayer):
-    """The output layer of a T5 that is tied to its embeddings: hidden states scaled by hidden size ** -0.5."""
-
-    def __init__(self, model: Any, plan: Plan) -> None:
-        self._layer = model.get_output_embeddings()
-        self._scale, self._softcap = model.config.d_model**-0.5, None
-        self._own_size = model.config.vocab_size
-        self._plan = plan
-
-
 class PairLearner(DraftLearner):
-    """A `Learner`: an encoder-decoder, of batches of `PairData`."""
+    """A `Learner`: an encoder-decoder, of batches of `pair_data`."""
 
     def __init__(self, student: Any, plan: Plan) -> None:
-        self.student = student.to(plan.device).eval()  # for good: without dropout a run depends on its seed alone
+        super().__init__(student.eval(), student.config.vocab_size, plan)  # without dropout, for good
         self.student.set_attn_implementation("eager")  # the faster one with a bias of distances, on CPU
-        self._logits = TiedOutputLayer(self.student, plan)
-        self._plan = plan
-
-    def _examples(self, batch: Batch) -> tuple[Labels, Tensor]:
-        """Returns labels, and final hidden states [n, hidden], of the learned positions."""
-        assert isinstance(batch, PairBatch)
-        device = self._plan.device
-        sources, is_source = batch.sources.to(device), batch.is_source.to(device)
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=self._plan.bf16):
-            encoded = self.student.encoder(input_ids=sources, attention_mask=is_source).last_hidden_state
-            decoded = self.student.decoder(
-                input_ids=batch.inputs.to(device),
-                encoder_hidden_states=encoded,
-                encoder_attention_mask=is_source,
-                use_cache=False,
-            ).last_hidden_state
-        labels = Labels(batch.labels.own_ids.to(device), batch.labels.log_probs.to(device))
-        return labels, decoded[batch.learned.to(device)]
 
 
 def save_model(model: Any, tokenizer: Tokenizer, facts: dict[str, Any], out: Path) -> None:

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from models.console import run_command
 from models.distill_encoder_decoder import TEMPERATURES, labelled_texts, labels_of, load_model, written
-from models.encoder_decoder import PairData, PairLearner
+from models.encoder_decoder import PairLearner, pair_data
 from models.formatting import Pairs, flattened, pairs_of
 from models.tokenizer import load_tokenizer
 from specdec.distill.training import Plan
@@ -62,7 +62,7 @@ def answers_at(temperature: float, pair: tuple[Any, Any], pairs: Pairs) -> Answe
         indices = range(first, min(first + BATCH_TEXTS, len(pairs)))
         outputs = written(target, [inputs[index] for index in indices], temperature)
         labels = labels_of(target, [inputs[index] for index in indices], outputs)
-        own = PairData(labelled_texts(outputs, labels, [temperature] * len(outputs)), pairs.chosen(indices))
+        own = pair_data(labelled_texts(outputs, labels, [temperature] * len(outputs)), pairs.chosen(indices))
         for name, values in learner.acceptances(own.batch(range(len(outputs)))).items():
             accepted.setdefault(name.split()[0], []).extend(values.split([len(text) for text in outputs]))
         texts += [text[1:].tolist() for text in outputs]

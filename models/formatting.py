@@ -24,10 +24,10 @@ from models.tokenizer import END_TOKEN_ID, SPLITS, load_tokenizer
 from specdec.errors import ConfigError
 from specdec.folders import EMBEDDED_MODELS
 
-CHARACTERS_LEAST, CHARACTERS_MOST = 60, 480  # of a passage on one line: its length is drawn between them
-TOKENS_MAX = 192  # of each side of a pair, without `<|end|>`; longer ones are left out
+CHARACTERS_LEAST, CHARACTERS_MOST = 60, 200  # of a passage on one line: its length is drawn between them
+TOKENS_MAX = 96  # of each side of a pair, without `<|end|>`; longer ones are left out
 PROMPT_COUNT = 200
-PROMPT_LINES_MIN = 6
+PROMPT_LINES_MIN = 3
 
 
 @dataclass(frozen=True, slots=True)

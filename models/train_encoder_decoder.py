@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from models.console import run_command
-from models.encoder_decoder import PairData, PairLearner, build_model, certain_texts, save_model
+from models.encoder_decoder import PairLearner, build_model, certain_texts, pair_data, save_model
 from models.formatting import Pairs, read_pairs
 from models.sizes import ENCODER_DECODER_SIZES, EncoderDecoderSize
 from models.tokenizer import SPLITS, load_tokenizer
+from models.training import add_run_options, prepare
 from specdec.distill.command import CHECKPOINT_FILE, make_folder, train
-from specdec.distill.training import Plan, Trainer, check_checkpoint
+from specdec.distill.training import Data, Plan, Trainer, check_checkpoint
 from specdec.errors import ConfigError
 from specdec.folders import EMBEDDED_MODELS
 from specdec.terminal import make_console
@@ -31,28 +31,17 @@ from specdec.terminal import make_console
 NEVER = 1 << 30  # evaluations without a better one that end a run: it has its budget
 
 
-def add_run_options(options: argparse.ArgumentParser) -> None:
+def add_pair_options(options: argparse.ArgumentParser) -> None:
     """The options of a run."""
-    options.add_argument("--data", type=Path, required=True, help="folder with the pairs models.formatting wrote")
-    options.add_argument("--out", type=Path, required=True, help="model folder to write; the checkpoint lies in it too")
-    options.add_argument("--size", choices=ENCODER_DECODER_SIZES, default="full", help="shape and length")
-    length = options.add_mutually_exclusive_group()
-    length.add_argument("--tokens", type=int, help="tokens of outputs to train on (default: the size's)")
-    length.add_argument("--minutes", type=float, help="CPU time to train instead; not reproducible")
-    options.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    options.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    options.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
-    options.add_argument("--bf16", action="store_true", help="matrix products in bf16; faster where the CPU has it")
+    length = "tokens", "tokens of outputs to train on"
+    add_run_options(options, "the pairs models.formatting wrote", ENCODER_DECODER_SIZES, length, "CPU")
 
 
-def prepare(asked: argparse.Namespace) -> None:
+def prepare_run(asked: argparse.Namespace) -> None:
     """Sets threads and torch's global seed. Raises ConfigError for a run of no length."""
     if (asked.tokens is not None and asked.tokens < 1) or (asked.minutes is not None and not asked.minutes > 0):
         raise ConfigError("--tokens must be at least 1, --minutes above 0")
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
-    torch.manual_seed(asked.seed)
-    transformers_logging.disable_progress_bar()  # its bars for loading and saving would break into ours
+    prepare(asked)
 
 
 def plan_of(asked: argparse.Namespace, size: EncoderDecoderSize, tokens: int, texts_digest: str) -> Plan:
@@ -75,7 +64,7 @@ def plan_of(asked: argparse.Namespace, size: EncoderDecoderSize, tokens: int, te
     )
 
 
-def learn(model: Any, plan: Plan, data: PairData, heldout: PairData, out: Path, activity: str) -> dict[str, Any]:
+def learn(model: Any, plan: Plan, data: Data, heldout: Data, out: Path, activity: str) -> dict[str, Any]:
     """Trains the model in place, from the checkpoint on if there is one; returns the facts of the run."""
     make_folder(out, "--out")
     check_checkpoint(out / CHECKPOINT_FILE, plan.settings)
@@ -96,7 +85,7 @@ def digest_of(*parts: Pairs) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     options = argparse.ArgumentParser(prog="python -m models.train_encoder_decoder", description=__doc__)
-    add_run_options(options)
+    add_pair_options(options)
     options.add_argument(
         "--tokenizer",
         type=Path,
@@ -109,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains and saves; shows the share of held-out tokens that it predicts."""
     asked = parser().parse_args(arguments)
-    prepare(asked)
+    prepare_run(asked)
     size = ENCODER_DECODER_SIZES[asked.size]
     tokenizer = load_tokenizer(asked.tokenizer)
     pairs, heldout = (read_pairs(asked.data, split) for split in SPLITS)
@@ -117,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = plan_of(asked, size, size.target_tokens, digest_of(pairs, heldout))
     torch.manual_seed(asked.seed)
     model = build_model(size, tokenizer.get_vocab_size(), size.decoder_layer_count)
-    data = PairData(certain_texts(pairs), pairs), PairData(certain_texts(heldout), heldout)
+    data = pair_data(certain_texts(pairs), pairs), pair_data(certain_texts(heldout), heldout)
     facts = learn(model, plan, *data, asked.out, "the target learns")
     save_model(model, tokenizer, facts, asked.out)
 

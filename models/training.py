@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -182,27 +182,40 @@ def save_model(model: LlamaForCausalLM, report: TrainingReport, settings: RunSet
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def add_run_options(options: argparse.ArgumentParser) -> None:
-    """The options of a run."""
-    options.add_argument("--data", type=Path, required=True, help="folder with the tokens models.tokenizer wrote")
+def add_run_options(
+    options: argparse.ArgumentParser,
+    data: str = "the tokens models.tokenizer wrote",
+    sizes: Iterable[str] = SIZES,
+    length: tuple[str, str] = ("steps", "optimiser steps"),
+    clock: str = "wall-clock",
+) -> None:
+    """The options of a run. `data`: what lies in the data folder; `length`: the flag of a run's length, and its unit;
+    `clock`: the time that --minutes counts."""
+    name, unit = length
+    options.add_argument("--data", type=Path, required=True, help=f"folder with {data}")
     options.add_argument("--out", type=Path, required=True, help="model folder to write")
-    options.add_argument("--size", choices=SIZES, default="full", help="shape and length (default: %(default)s)")
-    length = options.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, help="optimiser steps (default: the size's)")
-    length.add_argument("--minutes", type=float, help="wall-clock time instead of steps; not reproducible")
+    options.add_argument("--size", choices=sizes, default="full", help="shape and length (default: %(default)s)")
+    lengths = options.add_mutually_exclusive_group()
+    lengths.add_argument(f"--{name}", type=int, help=f"{unit} (default: the size's)")
+    lengths.add_argument("--minutes", type=float, help=f"{clock} time instead; not reproducible")
     options.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     options.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     options.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
     options.add_argument("--bf16", action="store_true", help="matrix products in bf16; faster where the CPU has it")
 
 
-def run_settings(options: argparse.Namespace, default_steps: int) -> RunSettings:
-    """The options as checked values; sets threads and torch's global seed, so call it before building a model."""
-    steps = default_steps if options.steps is None and options.minutes is None else options.steps
+def prepare(options: argparse.Namespace) -> None:
+    """Sets threads and torch's global seed, so call it before building a model."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     transformers_logging.disable_progress_bar()  # its bars for loading and saving would break into ours
+
+
+def run_settings(options: argparse.Namespace, default_steps: int) -> RunSettings:
+    """The options as checked values, of a run that is prepared."""
+    steps = default_steps if options.steps is None and options.minutes is None else options.steps
+    prepare(options)
     return RunSettings(Budget(steps, options.minutes), options.seed, options.device, options.bf16)
 
 

@@ -18,6 +18,7 @@ from specdec.errors import ModelRefused, one_line
 EMBEDDED_MODELS = Path(__file__).resolve().parent / "embedded"
 CHAT_MODEL = "smollm2-135m-instruct"  # of the extra `chat`; converted into the cache folder at its first use
 CHAT_DRAFT = EMBEDDED_MODELS / "smollm2-draft"
+FORMATTING_PAIR = ("formatting-target", "formatting-draft")  # names of shipped folders: an encoder-decoder pair
 PROMPTS, CHAT_PROMPTS = EMBEDDED_MODELS / "heldout_prompts.jsonl", EMBEDDED_MODELS / "chat_prompts.jsonl"
 TOKENIZER_BYTES_MAX = 256 << 20  # those of large vocabularies take tens of megabytes
 JSON_BYTES_MAX = 32 << 20  # of any other file: the index of a large model's weights takes ten megabytes
@@ -48,9 +49,11 @@ def expanded(path: str) -> Path:
 
 
 def local_folder(path_or_name: str) -> Path:
-    """Returns the folder of a path, of the name CHAT_MODEL or of a GGUF file (see `gguf_source`); it may not exist.
-    Raises ModelRefused without a home folder to look in."""
+    """Returns the folder of a path, of the name CHAT_MODEL or one of FORMATTING_PAIR, or of a GGUF file (see
+    `gguf_source`); it may not exist. Raises ModelRefused without a home folder to look in."""
     path = expanded(path_or_name)
+    if path_or_name in FORMATTING_PAIR and not path.is_dir():
+        return EMBEDDED_MODELS / path_or_name
     source = gguf_source(path_or_name)
     if source is None and (path_or_name != CHAT_MODEL or path.is_dir()):
         return path

@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.bars import Bar
-from bench.chat_pair import questions
 from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from bench.pair import questions
 from models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.advise.agreement import Reader
 from specdec.advise.forecast import Estimate, resampled, share

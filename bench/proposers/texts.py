@@ -22,6 +22,7 @@ from bench.pipeline.variants import OFF
 from specdec.advise.forecast import Estimate, resampled, share
 from specdec.client.run import Run
 from specdec.launch.children import start
+from specdec.protocol.types import TokenKind
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
@@ -30,12 +31,14 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One generation: tokens per second after the first, tokens per round, and its token ids."""
+    """One generation: tokens per second after the first, tokens per round, and its token ids. `tested`: accepted draft
+    tokens, and all whose predecessors were."""
 
     tokens_per_s: float
     tokens_per_round: float
     token_ids: tuple[int, ...]
     statistics: pb.Statistics
+    tested: tuple[int, int] = (0, 0)
 
     @property
     def is_cyclic(self) -> bool:
@@ -70,6 +73,11 @@ class Found:
 
 def per_second(text: Text) -> float:
     return text.tokens_per_s
+
+
+def whole_per_second(text: Text) -> float:
+    """Tokens per second of the whole text, what comes before the first token included."""
+    return len(text.token_ids) / text.statistics.time.total_s
 
 
 def per_round(text: Text) -> float:
@@ -109,7 +117,10 @@ def generate(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest, 
     counts, time, token_ids = run.statistics, run.statistics.time, tuple(run.token_ids)
     seconds = time.total_s - time.time_to_first_token_s
     rate = (len(token_ids) - 1) / seconds if seconds > 0 else 0.0
-    return Text(rate, (len(token_ids) - 1) / max(1, counts.rounds - 1), token_ids, counts)
+    kinds = [kind for _, kind in run.pieces]
+    accepted = kinds.count(TokenKind.ACCEPTED)
+    tested = accepted, accepted + kinds.count(TokenKind.RECOVERED)
+    return Text(rate, (len(token_ids) - 1) / max(1, counts.rounds - 1), token_ids, counts, tested)
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from rich.table import Table
 
 from bench.assisted import Assisted
 from bench.bars import Bar
-from bench.chat_pair import questions
 from bench.deepened import write_deepened, write_widened
 from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from bench.pair import questions
 from bench.pipeline import ranks
 from bench.pipeline.measurements import ratio_of
 from bench.pipeline.ranks import Ranks

@@ -72,6 +72,7 @@ class Reader:
     def __init__(self, model: CausalModel, length_max: int, device: str = "cpu") -> None:
         self._model = model
         self.hidden: Tensor | None = None
+        self._encoder_length = 0  # of the text that is read
         if isinstance(model, TransformersModel):
             model.returns_hidden = True  # steps captured before return none; `allocate` drops them
         block_size = default_block_size(find_device(device))
@@ -79,14 +80,15 @@ class Reader:
         model.allocate(1 + block_count, block_size)
         self._blocks = range(1, 1 + block_count)
 
-    def read(self, token_ids: Sequence[int], first: int) -> Iterator[Tensor]:
+    def read(self, token_ids: Sequence[int], first: int, encoder_length: int = 0) -> Iterator[Tensor]:
         """Yields logits of positions first, first + 1, ..., ROWS at a time.  # [rows, vocabulary] float32
 
-        Raises NumericsError for logits that are no numbers.
+        `encoder_length`: the first tokens, which are an encoder's input. Raises NumericsError for logits that are no
+        numbers.
         """
         own, rows = own_tokens(self._model, token_ids, first)
-        fed = 0
-        for end in [*range(ROWS, rows[0], ROWS), rows[0]]:
+        self._encoder_length, fed = encoder_length, 0
+        for end in [*range(max(ROWS, encoder_length), rows[0], ROWS), rows[0]]:
             self._forward(own, fed, end, end)
             fed = end
         for start in range(0, len(rows), ROWS):
@@ -102,7 +104,7 @@ class Reader:
         """Feeds tokens [start, end); returns the logits from `wanted_from` on."""
         if start == end:
             return torch.empty(0)
-        chunk = Chunk(self._blocks, start, own[start:end], end - wanted_from)
+        chunk = Chunk(self._blocks, start, own[start:end], end - wanted_from, encoder_length=self._encoder_length)
         output = self._model.forward(RaggedBatch((chunk,)))
         if not all(output.is_finite):
             raise NumericsError(f"the logits of {self._model.description.model_name} are no numbers")
@@ -129,7 +131,8 @@ def agreement_along(
     """Returns the agreement at the positions first to the last but one of a text, which the target drew with `params`
     (GREEDY, or COUPLED with their seed). Position i predicts token i + 1."""
     parts, start = [], first
-    for target_rows, draft_rows in zip(target.read(token_ids[:-1], first), draft.read(token_ids[:-1], first)):
+    asked = token_ids[:-1], first, params.encoder_length
+    for target_rows, draft_rows in zip(target.read(*asked), draft.read(*asked)):
         paths = [token_ids[: start + row + 1] for row in range(len(target_rows))]
         following = torch.tensor(token_ids[start + 1 : start + 1 + len(target_rows)])
         own = agreement_of(target_rows, draft_rows, paths, following, params)

@@ -30,8 +30,9 @@ from specdec.advise.serving import (
 from specdec.advise.settings import AdviseSettings
 from specdec.engine.loading.devices import find_device, prepare_libraries
 from specdec.engine.loading.model import load_offline_target
-from specdec.engine.loading.model_folder import open_with_bar, shown_name
-from specdec.protocol.types import Rule
+from specdec.engine.loading.model_folder import ModelFolder, open_with_bar, shown_name
+from specdec.errors import ConfigError
+from specdec.protocol.types import Rule, kind_of
 from specdec.terminal import make_console, print_text
 
 
@@ -43,6 +44,7 @@ def advise(settings: AdviseSettings) -> int:
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
     drafts = [open_with_bar(name) for name in settings.draft]
+    check_kinds(open_with_bar(settings.target), drafts)
     readings = measured(settings, device, console)
     prices = settings.target_price, settings.draft_price
     advices, times, checks = [], [], []
@@ -59,6 +61,18 @@ def advise(settings: AdviseSettings) -> int:
     if settings.plot:
         view.picture_of(advices, times).savefig(settings.plot, dpi=110)
     return 0
+
+
+def check_kinds(target: ModelFolder, drafts: Sequence[ModelFolder]) -> None:
+    """Raises ConfigError for a draft of another kind than the target, and for one of an encoder-decoder target with
+    another tokenizer: neither is served."""
+    for draft in drafts:
+        if draft.has_encoder is not target.has_encoder:
+            kinds = kind_of(draft.has_encoder), kind_of(target.has_encoder)
+            raise ConfigError(f"--draft {draft.path} is {kinds[0]}, the target {kinds[1]}: give one of its kind")
+        if target.has_encoder and draft.tokenizer.fingerprint != target.tokenizer.fingerprint:
+            limit = "one for an encoder-decoder target must have its own"
+            raise ConfigError(f"--draft {draft.path} has another tokenizer than the target; {limit}")
 
 
 def names_of(drafts: Sequence[str]) -> list[str]:

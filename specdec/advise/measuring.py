@@ -16,7 +16,7 @@ from specdec.advise.agreement import Agreement, Reader, agreement_along, own_tok
 from specdec.distill.command import prompts_of, temperatures_of
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
-from specdec.distill.writing import TextOrder, TextWriter
+from specdec.distill.writing import TextWriter, check_lengths, params_of
 from specdec.engine.interface import CausalModel
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import ModelFolder
@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 @dataclass(frozen=True, slots=True)
 class Text:
     """A text of the target: its prompt's class, how it was drawn, and its tokens. Those after position `first` are the
-    answer."""
+    answer; the first `params.encoder_length` are an encoder's input."""
 
     prompt_class: str
     params: ResolvedSamplingParams
@@ -96,13 +96,10 @@ def written(
     seed. `classes`: prompts, and the class of each. `device`: where the model is. Raises ConfigError, SpecdecError."""
     listed, token_count, seed = settings_of_texts
     temperatures = temperatures_of(listed, "--text-temperatures")
-    plans = Plans(folder.path, temperatures, token_count, f"advise/{seed}", list(classes)).make(
-        0, len(classes) * len(temperatures)
-    )
-    longest = max(plan.length_max for plan in plans)
-    if longest > model.description.positions_max:
-        limit = f"the target has {model.description.positions_max} positions"
-        raise ConfigError(f"the longest prompt with --text-tokens {token_count} has {longest}; {limit}")
+    about = folder.path, temperatures, token_count, f"advise/{seed}", list(classes)
+    plans = Plans(*about, beginning=folder.beginning).make(0, len(classes) * len(temperatures))
+    lengths = [(plan.length_max, plan.encoder_length) for plan in plans]
+    longest = check_lengths(lengths, token_count, model.description)
     parts: list[LabelledTexts] = []
     at_once = range(0, len(plans), TEXTS_AT_ONCE)
     with TextWriter(model, TEXTS_AT_ONCE, longest, device) as writer:
@@ -110,21 +107,15 @@ def written(
             parts.append(writer.write(plans[first : first + TEXTS_AT_ONCE]))
     texts = LabelledTexts.joined(parts)
     tokens = texts.token_ids.split(texts.lengths.tolist())
+    inputs = [plan.passages[0].given[: plan.encoder_length] for plan in plans]
     names = [name for name in classes.values() for _ in temperatures]
     made = [
-        Text(name, params_of(plan), tuple(own.tolist()), first)
-        for name, plan, own, first in zip(names, plans, tokens, texts.answered_from.tolist())
+        Text(name, params_of(plan, plan.passages[-1]), (*source, *own.tolist()), len(source) + first)
+        for name, plan, source, own, first in zip(names, plans, inputs, tokens, texts.answered_from.tolist())
     ]
     if all(len(text.token_ids) <= text.first + 2 for text in made):
         raise ConfigError("the target's answers to --prompts all end within 2 tokens, without a round to predict")
     return [text for text in made if len(text.token_ids) > text.first + 1]
-
-
-def params_of(plan: TextOrder) -> ResolvedSamplingParams:
-    """The sampling parameters that give a plan's answer."""
-    temperature = plan.passages[-1].temperature
-    rule = Rule.COUPLED if temperature else Rule.GREEDY
-    return ResolvedSamplingParams(rule=rule, seed=plan.seed, prompt_length=1, temperature=temperature)
 
 
 def readings_of(

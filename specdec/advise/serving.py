@@ -174,8 +174,10 @@ def asked_of(
     if length:
         plan = {"policy": "fixed", "num_speculative_tokens": length, "draft_window": length, "draft_nodes_per_step": 1}
         plan["draft_wait_ms"] = WAIT_MS  # until all are there
+    length = params.encoder_length
     return make_request(
-        text.prompt_ids,
+        text.prompt_ids[:length] if length else text.prompt_ids,
+        decoder_prompt=text.prompt_ids[length:] if length else (),
         max_tokens=token_count,
         temperature=params.temperature,
         seed=(params.seed + SEED_OFFSET) % SEED_COUNT if is_seeded else None,

@@ -26,7 +26,7 @@ BENCHMARKS = {
         "proposers",
         "Trees, each proposer, predictions and heads, against chains, plain decoding and peers.",
     ),
-    "chat-pair": ("chat_pair", "The chat model with its draft, against plain decoding, near and far."),
+    "pair": ("pair", "The chat model with its draft, or a given pair, against plain decoding."),
     "peers": ("peers", "transformers' own generation and assisted generation, and the engine alone."),
     "translation": ("translation", "A draft with another tokenizer, beside the translator of transformers."),
     "coverage": ("coverage", "How often the intervals of specdec advise hold on new prompts."),

@@ -35,7 +35,7 @@ from specdec.distill.student import (
 )
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Learner, Plan, Progress, Trainer, check_checkpoint
-from specdec.distill.writing import TextWriter
+from specdec.distill.writing import TextWriter, check_lengths
 from specdec.engine.heads import save_heads
 from specdec.engine.loading.devices import find_device, prepare_libraries
 from specdec.engine.loading.model import load_offline_target
@@ -168,7 +168,7 @@ def learn_draft(
 ) -> None:
     """Trains a draft, a new one without `start`, and saves it. Raises SpecdecError."""
     if start is not None:
-        start.check_length(int(max(texts.lengths.max(), heldout.lengths.max())))
+        start.check_length(max(texts.length_max, heldout.length_max))
         token_ids, student = start.token_ids, start.load()
     else:
         size = settings.draft_vocabulary
@@ -228,7 +228,7 @@ def digest_of(start: Start | None, *parts: LabelledTexts) -> str:
     student's vocabulary, and everything after them."""
     whole = hashlib.sha256(start.folder.digest().encode() if start else b"")
     for part in parts:
-        for tensor in (part.token_ids, part.likeliest_ids, part.log_probs):
+        for tensor in (part.token_ids, part.likeliest_ids, part.log_probs, part.input_ids):
             whole.update(tensor.numpy().tobytes())
     return whole.hexdigest()
 
@@ -246,13 +246,12 @@ def written_texts(
     origins = {own: plans[own[0]].digest(own[1], FILE_TEXTS, digest) for own in wanted}
     missing = [own for own in wanted if not files[own].is_file()]
     if missing:
-        longest = max(plans[split].length_max(first, FILE_TEXTS) for split, first in missing)
+        orders = (order for split, first in missing for order in plans[split].make(first, FILE_TEXTS))
+        lengths = [(order.length_max, order.encoder_length) for order in orders]
         if start is not None:
-            start.check_length(longest)
+            start.check_length(max(lengths)[0])
         model = load_offline_target(settings.target, device)
-        if longest > model.description.positions_max:
-            limit = f"the target has {model.description.positions_max} positions"
-            raise ConfigError(f"the longest prompt with --text-tokens {settings.text_tokens} has {longest}; {limit}")
+        longest = check_lengths(lengths, settings.text_tokens, model.description)
         make_folder(where, "--texts")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with (
@@ -285,11 +284,13 @@ def plans_of(
     if settings.prompts and len(prompts) < 2:
         raise ConfigError(f"--prompts {settings.prompts} has {len(prompts)} prompts; it must have 2, one to test with")
     files = text_files(settings.corpus, told)
-    records = records_of(settings.from_record, folder.token_string_count, told)
+    records = records_of(settings.from_record, folder.token_string_count, told, folder.has_encoder)
     heldout = tuple(sorted({*HELDOUT_TEMPERATURES, *temperatures}))
     parts = zip(("heldout", "train"), (heldout, temperatures), split(prompts), split(files), split(records))
     return {
-        name: Plans(folder.path, at, settings.text_tokens, f"{name}/{settings.text_seed}", asked, read, kept)
+        name: Plans(
+            folder.path, at, settings.text_tokens, f"{name}/{settings.text_seed}", asked, read, kept, folder.beginning
+        )
         for name, at, asked, read, kept in parts
     }
 

@@ -57,6 +57,24 @@ class OutputLayer:
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
 
+def final_states(model: Any, batch: Batch, plan: Plan) -> Tensor:
+    """Returns the final hidden states of a batch, of an encoder-decoder model its decoder's.
+
+    # [texts, length, hidden]
+    """
+    device = plan.device
+    inputs = batch.inputs.to(device)
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=plan.bf16):
+        if batch.sources is None or batch.is_source is None:
+            states: Tensor = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+            return states
+        is_source = batch.is_source.to(device)
+        encoded = model.encoder(input_ids=batch.sources.to(device), attention_mask=is_source).last_hidden_state
+        seen = {"encoder_hidden_states": encoded, "encoder_attention_mask": is_source}
+        states = model.decoder(input_ids=inputs, use_cache=False, **seen).last_hidden_state
+    return states
+
+
 def losses_of(plan: Plan, labels: Labels, logits: Tensor) -> Tensor:
     """Returns the plan's loss of each position, the mean over the temperatures.  # [n] float32"""
     pairs = [probabilities(labels, logits, temperature) for temperature in plan.temperatures]
@@ -113,10 +131,9 @@ class DraftLearner:
     def _examples(self, batch: Batch) -> tuple[Labels, Tensor]:
         """Returns labels on the device, and final hidden states [n, hidden], of the learned positions."""
         device = self._plan.device
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=self._plan.bf16):
-            base = self.student.base_model(input_ids=batch.inputs.to(device), use_cache=False)
+        states = final_states(self.student, batch, self._plan)
         labels = Labels(batch.labels.own_ids.to(device), batch.labels.log_probs.to(device))
-        return labels, base.last_hidden_state[batch.learned.to(device)]
+        return labels, states[batch.learned.to(device)]
 
 
 class HeadsLearner:
@@ -158,11 +175,7 @@ class HeadsLearner:
     @torch.no_grad()
     def _hidden(self, batch: Batch) -> Tensor:
         """Returns the target's final hidden states.  # [texts, length, hidden] float32"""
-        device = self._plan.device
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=self._plan.bf16):
-            base = self._target.base_model(input_ids=batch.inputs.to(device), use_cache=False)
-        hidden: Tensor = base.last_hidden_state.float()
-        return hidden
+        return final_states(self._target, batch, self._plan).float()
 
     def _examples(self, batch: Batch, hidden: Tensor, distance: int) -> tuple[Labels, Tensor, Tensor]:
         """Returns labels, temperatures, and hidden states of the positions `distance` before them in the same text."""

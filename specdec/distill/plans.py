@@ -32,12 +32,14 @@ SIGNS = "".join(RECORD_SIGNS.values())
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A text of `specdec coordinator --record`. `accepted`: a sign for each output token."""
+    """A text of `specdec coordinator --record`. `accepted`: a sign for each output token; `encoder_length`: the first
+    tokens of the prompt, which are an encoder's input; 0 of a decoder alone."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     accepted: str
     temperature: float
+    encoder_length: int = 0
 
 
 class Plans:
@@ -45,8 +47,10 @@ class Plans:
     with these are windows of `files`, as they are, which the target only labels, and continued, and texts of `records`.
 
     Without a chat template a prompt is the text's beginning. Temperatures are taken in turn; `seed` decides all draws.
-    Raises ConfigError for a template that is not valid, for one with no tokens around a question of the target's own,
-    and without template, prompts and files. Making a plan raises it for a prompt or a file that has no tokens.
+    `beginning`: tokens with which an output of an encoder-decoder target begins, after a prompt, which is its input;
+    such a target neither asks itself nor continues files. Raises ConfigError for a template that is not valid, for one
+    with no tokens around a question of the target's own, and without template, prompts and files. Making a plan raises
+    it for a prompt or a file that has no tokens.
     """
 
     def __init__(
@@ -58,7 +62,13 @@ class Plans:
         prompts: Sequence[str] = (),
         files: Sequence[Path] = (),
         records: Sequence[Record] = (),
+        beginning: tuple[int, ...] = (),
     ) -> None:
+        self._beginning = beginning
+        if beginning and (files or not (prompts or records)):
+            limit = "give --prompts, which are inputs, or --from-record"
+            what = "--corpus has texts without inputs" if files else "it cannot ask itself"
+            raise ConfigError(f"{folder} is an encoder-decoder model, and {what}: {limit}")
         self._words = whole_tokenizer(folder / "tokenizer.json")
         self._first = tuple(first_tokens(self._words))
         self._prompts = prompts
@@ -69,10 +79,10 @@ class Plans:
         self._files = files
         self.records = records
         self._sources = [self._window] * bool(files) + [self._recorded] * bool(records)
-        if prompts or self._parts:
+        if prompts or (self._parts and not beginning):
             self._sources.insert(0, self._asked)
         self._read: dict[Path, tuple[int, ...]] = {}
-        if self._parts and not prompts and not all(map(self._encode, self._parts)):
+        if self._parts and not (prompts or beginning) and not all(map(self._encode, self._parts)):
             lacking = "no tokens before the user's words or none after them"
             raise ConfigError(
                 f"the chat template of {folder} has {lacking}: the target cannot ask itself: give --prompts"
@@ -86,6 +96,8 @@ class Plans:
         facts = [target, first, count, self._temperatures, self._answer_tokens_max, self._seed, self._parts]
         if self._first and (self._files or self._parts is None):
             facts.append(self._first)
+        if self._beginning:
+            facts.append([self._beginning, [own.encoder_length for own in self.records]])
         records = [list(map(list, (own.prompt_ids, own.output_ids))) for own in self.records]
         return hashlib.sha256(
             json.dumps([*facts, list(self._prompts), *self._file_digests, records]).encode()
@@ -94,10 +106,6 @@ class Plans:
     @cached_property
     def _file_digests(self) -> list[str]:
         return [hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files]
-
-    def length_max(self, first: int, count: int) -> int:
-        """The most tokens of any of these texts."""
-        return max(plan.length_max for plan in self.make(first, count))
 
     def make(self, first: int, count: int) -> list[TextOrder]:
         """Returns plans first to first + count."""
@@ -115,17 +123,25 @@ class Plans:
         if self._parts is None:
             assert prompt is not None
             ids = tuple(self._words.encode(prompt).ids)  # with the tokens that the tokenizer adds, as when served
-            check_tokens(ids, f"--prompts: {prompt!r}")
-            return TextOrder((Passage(ids, self._answer_tokens_max, temperature),), len(self._first), seed)
+            return self._answered(prompt, ids, len(self._first), temperature, seed)
         before, after = self._parts
         begin = self._encode(before)
         if prompt is not None:
             ids = self._encode(before + prompt + after)
-            check_tokens(ids, f"--prompts: {prompt!r}")
-            return TextOrder((Passage(ids, self._answer_tokens_max, temperature),), len(begin), seed)
+            return self._answered(prompt, ids, len(begin), temperature, seed)
         question = Passage(begin, QUESTION_TOKENS_MAX, 1.0)
         answer = Passage(self._encode(after), self._answer_tokens_max, temperature)
         return TextOrder((question, answer), len(begin), seed)
+
+    def _answered(
+        self, prompt: str, ids: tuple[int, ...], learned_from: int, temperature: float, seed: int
+    ) -> TextOrder:
+        """A given prompt, whose tokens these are, with its answer, which alone is learned after an encoder's input."""
+        check_tokens(ids, f"--prompts: {prompt!r}")
+        given, encoder_length = ids + self._beginning, len(ids) if self._beginning else 0
+        passage = Passage(given, self._answer_tokens_max, temperature)
+        learned_from = len(given) - 1 if self._beginning else learned_from
+        return TextOrder((passage,), learned_from, seed, encoder_length=encoder_length)
 
     def _window(self, index: int, seed: int) -> TextOrder:
         """A window of a file that is drawn by the seed, after the tokens that every served text begins with: continued,
@@ -147,11 +163,13 @@ class Plans:
         return TextOrder((passage,), len(self._first), seed)
 
     def _recorded(self, index: int, seed: int) -> TextOrder:
-        """A recorded answer, its beginning if it is longer than others, after the end of what came before."""
+        """A recorded answer, its beginning if it is longer than others, after the end of what came before: after all of
+        it, if that is an encoder's input."""
         own = self.records[index % len(self.records)]
-        before, output = own.prompt_ids[-RECORDED_PROMPT_MAX:], own.output_ids[: self._answer_tokens_max]
+        before = own.prompt_ids if own.encoder_length else own.prompt_ids[-RECORDED_PROMPT_MAX:]
         answered_from = max(0, len(before) - 1)
-        return TextOrder((Passage(before + output, 1, own.temperature),), answered_from, seed, answered_from)
+        passage = Passage(before + own.output_ids[: self._answer_tokens_max], 1, own.temperature)
+        return TextOrder((passage,), answered_from, seed, answered_from, own.encoder_length)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._words.encode(text, add_special_tokens=False).ids)
@@ -180,11 +198,15 @@ def text_files(folder: Path | None, told: Callable[[str], None] = lambda line: N
 
 
 def records_of(
-    file: Path | None, vocabulary_size: int, told: Callable[[str], None] = lambda line: None
+    file: Path | None,
+    vocabulary_size: int,
+    told: Callable[[str], None] = lambda line: None,
+    has_encoder: bool = False,
 ) -> list[Record]:
     """Returns the texts of a file of `specdec coordinator --record`; none without one. A line that is no record, such
     as one that was cut, is skipped; `told` is given a line if there are such. Raises ConfigError for a file that cannot
-    be read or has fewer than two texts, and for token ids that the target does not have."""
+    be read or has fewer than two texts, and for token ids that the target does not have. `has_encoder`: of the target;
+    texts of the other kind are refused too."""
     if file is None:
         return []
     try:
@@ -195,6 +217,9 @@ def records_of(
     skipped = f"{len(lines) - len(found)} of {len(lines)} lines are no record"
     if any(max(own.prompt_ids + own.output_ids) >= vocabulary_size for own in found):
         raise ConfigError(f"--from-record {file} has token ids outside 0 to {vocabulary_size - 1}: of another target")
+    if any((own.encoder_length > 0) is not has_encoder for own in found):
+        lacking = "without" if has_encoder else "with"
+        raise ConfigError(f"--from-record {file} has texts {lacking} an encoder's input: of another target")
     if len(found) < 2:
         why = f"; {skipped}" if lines else ""
         raise ConfigError(f"--from-record {file} has {len(found)} texts; it must have 2, one to test with{why}")
@@ -205,10 +230,11 @@ def records_of(
 
 def record_of(line: bytes) -> Record | None:
     """Returns the record in a line; None unless it has token ids, one of SIGNS for each of the output, and a
-    temperature."""
+    temperature, and a part of the prompt alone is an encoder's input."""
     try:
         own = json.loads(line)
-        prompt_ids, output_ids, accepted, temperature = (own[field.name] for field in fields(Record))
+        prompt_ids, output_ids, accepted, temperature = (own[field.name] for field in fields(Record)[:-1])
+        encoder_length = own.get("encoder_length", 0)
     except (ValueError, KeyError, TypeError, RecursionError):  # JSON of depth, or of a digit string without end
         return None
     lists = isinstance(prompt_ids, list) and isinstance(output_ids, list) and isinstance(accepted, str)
@@ -218,7 +244,9 @@ def record_of(line: bytes) -> Record | None:
         return None
     if type(temperature) not in (int, float) or not 0 <= temperature <= TEMPERATURE_MAX:
         return None
-    return Record(tuple(prompt_ids), tuple(output_ids), accepted, float(temperature))
+    if type(encoder_length) is not int or not 0 <= encoder_length < max(1, len(prompt_ids)):
+        return None
+    return Record(tuple(prompt_ids), tuple(output_ids), accepted, float(temperature), encoder_length)
 
 
 def recorded_acceptance(records: Sequence[Record]) -> dict[float, tuple[int, int]]:

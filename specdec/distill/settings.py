@@ -23,7 +23,8 @@ class DistillSettings(Settings):
     prompts: Path | None = setting(
         None,
         PROMPT,
-        "Prompts, one a line, or .jsonl with `prompt`; absent: the target asks itself, as in a chat.",
+        "Prompts, one a line, or .jsonl with `prompt`: an encoder's inputs if the target has one; absent: the target "
+        "asks itself, as in a chat.",
     )
     corpus: Path | None = setting(
         None, PROMPT, "Folder of text files: every second text is a window of one, as it is or continued."
@@ -46,7 +47,7 @@ class DistillSettings(Settings):
     start: str = setting(
         "", MODEL, "Draft with the target's tokenizer that learns on, folder or hub id; absent: a new one."
     )
-    layers: int = setting(1, MODEL, "Layers of a new draft.", ge=1, le=256)
+    layers: int = setting(1, MODEL, "Layers of a new draft; with an encoder, of its decoder.", ge=1, le=256)
     hidden_size: int = setting(0, MODEL, "Hidden size of a new draft; 0: the target's, and its weights.", ge=0)
     target_layers: str = setting("", MODEL, "Layers it starts from, such as 0,29; absent: first ones, last.")
     draft_vocabulary: int = setting(0, MODEL, "Tokens of a new draft, those the target uses most; 0: all.", ge=0)

@@ -9,11 +9,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from specdec.engine.loading.encoder_decoder import served_pair_positions
 from specdec.engine.loading.fitting import config_of
 from specdec.engine.loading.model_folder import ModelFolder, open_model_folder
 from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
+from specdec.protocol.types import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,11 @@ class Start:
 
 def open_start(name: str, target: ModelFolder) -> Start:
     """Returns a draft by folder or hub id; its weights are not read. Raises ModelRefused for one that cannot be served,
-    and ConfigError for one with another tokenizer than the target or too few tokens."""
+    and ConfigError for one of another kind than the target, with another tokenizer or too few tokens."""
     folder = open_model_folder(name)
+    if folder.has_encoder is not target.has_encoder:
+        kinds = kind_of(folder.has_encoder), kind_of(target.has_encoder)
+        raise ConfigError(f"--start {name} is {kinds[0]}, the target {kinds[1]}: a draft must be of its target's kind")
     if folder.tokenizer.fingerprint != target.tokenizer.fingerprint:
         raise ConfigError(f"--start {name} has another tokenizer than the target: only a draft with the same learns on")
     config = config_of(folder)
@@ -49,4 +54,5 @@ def open_start(name: str, target: ModelFolder) -> Start:
     if fewer is None and config.vocab_size < target.token_string_count:
         limit = f"it must have the target's {target.token_string_count}, or name its own in a draft_vocabulary.json"
         raise ConfigError(f"--start {name} has {config.vocab_size} tokens; {limit}")
-    return Start(name, folder, None if fewer is None else fewer.target_token_ids, config.max_position_embeddings)
+    positions = served_pair_positions(folder.config, None) if folder.has_encoder else config.max_position_embeddings
+    return Start(name, folder, None if fewer is None else fewer.target_token_ids, positions)

@@ -1,5 +1,7 @@
 """A student: a small model of the target's architecture, started from chosen layers and the embeddings of the target.
 
+Of an encoder-decoder target the layers are the decoder's: the student has the whole encoder.
+
 With `draft_vocabulary_size` it knows only the tokens that the target uses most: token i of the student is token
 `target_token_ids[i]` of the target, and all others are one more token, which it reads and never proposes.
 """
@@ -28,7 +30,7 @@ from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ConfigError
 from specdec.folders import has_file
 
-LAYER_INDEX = re.compile(r"(.*\.(?:layers|h)\.)(\d+)(\..*)")
+LAYER_INDEX = re.compile(r"(.*\.(?:layers|h)\.|decoder\.block\.)(\d+)(\..*)")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -73,15 +75,26 @@ def share_of(token_ids: Tensor, texts: LabelledTexts) -> float:
     return torch.isin(answers, token_ids.to(answers.dtype)).double().mean().item()
 
 
+def layers_key(config: Any) -> str:
+    """Returns the entry of a configuration with the number of layers that a student may have fewer of."""
+    return "num_decoder_layers" if config.is_encoder_decoder else "num_hidden_layers"
+
+
+def layer_count_of(config: Any) -> int:
+    """Returns the target's number of such layers."""
+    return int(getattr(config, layers_key(config)))
+
+
 def student_config(target: Any, shape: StudentShape, vocabulary_size: int) -> Any:
     """Returns the target's configuration with the student's sizes. Raises ConfigError for impossible ones."""
     config = copy.deepcopy(target)
-    config.num_hidden_layers, config.vocab_size = shape.layer_count, vocabulary_size
+    setattr(config, layers_key(config), shape.layer_count)
+    config.vocab_size = vocabulary_size
     if vocabulary_size != target.vocab_size:
         config.pad_token_id = None  # it is the target's, and a row of the embeddings would not be learned
     for name in PER_LAYER:
         if isinstance(values := getattr(config, name, None), list):
-            setattr(config, name, [values[layer] for layer in chosen_layers(target.num_hidden_layers, shape)])
+            setattr(config, name, [values[layer] for layer in chosen_layers(layer_count_of(target), shape)])
     if shape.hidden_size and shape.hidden_size != target.hidden_size:
         for name, value in _narrowed(target, shape.hidden_size).items():
             setattr(config, name, value)
@@ -114,10 +127,22 @@ def check_shape(folder: ModelFolder, shape: StudentShape) -> None:
     if has_file(folder.path / VOCABULARY_FILE):
         raise ConfigError(f"--target {folder.path} has a part of its tokenizer's tokens: it can only be a draft")
     target = config_of(folder)
-    chosen_layers(target.num_hidden_layers, shape)
+    chosen_layers(layer_count_of(target), shape)
+    if folder.has_encoder:
+        _check_keeps_encoder(target, shape)
     student_config(target, shape, shape.draft_vocabulary_size or target.vocab_size)
     if 0 < shape.draft_vocabulary_size < DRAFT_VOCABULARY_MIN:
         limit = f"it must be 0, for all tokens, or at least {DRAFT_VOCABULARY_MIN}"
+        raise ConfigError(f"--draft-vocabulary is {shape.draft_vocabulary_size}; {limit}")
+
+
+def _check_keeps_encoder(target: Any, shape: StudentShape) -> None:
+    """Raises ConfigError for a shape without the encoder of an encoder-decoder target."""
+    if shape.hidden_size not in (0, target.hidden_size):
+        limit = f"it must be 0 or the target's {target.hidden_size}: a draft of an encoder-decoder has its encoder"
+        raise ConfigError(f"--hidden-size is {shape.hidden_size}; {limit}")
+    if shape.draft_vocabulary_size:
+        limit = "it must be 0, for all tokens: a draft of an encoder-decoder reads whole inputs"
         raise ConfigError(f"--draft-vocabulary is {shape.draft_vocabulary_size}; {limit}")
 
 
@@ -130,10 +155,12 @@ def build_student(folder: ModelFolder, shape: StudentShape, token_ids: Tensor | 
     size = target.config.vocab_size if token_ids is None else len(token_ids) + 1
     torch.manual_seed(seed)
     student = class_of(folder)(student_config(target.config, shape, size)).float()
+    if folder.has_encoder and target.get_output_embeddings().weight is not target.get_input_embeddings().weight:
+        student.lm_head.weight = torch.nn.Parameter(student.lm_head.weight.detach().clone())  # its class ties it always
     rows = torch.arange(size) if token_ids is None else torch.cat([token_ids, token_ids[:1]])
     with torch.no_grad():
         if student.config.hidden_size == target.config.hidden_size:
-            _copy_weights(target, student, chosen_layers(target.config.num_hidden_layers, shape), rows)
+            _copy_weights(target, student, chosen_layers(layer_count_of(target.config), shape), rows)
         else:
             _copy_projected_embeddings(target, student, rows)
         if token_ids is not None:  # the token for all others begins as their mean
@@ -159,7 +186,8 @@ def _copy_weights(target: Any, student: Any, layers: Sequence[int], rows: Tensor
     source = target.state_dict()
     for name, own in student.state_dict().items():
         match = LAYER_INDEX.fullmatch(name)
-        weight = source[f"{match[1]}{layers[int(match[2])]}{match[3]}" if match else name]
+        moved = f"{match[1]}{layers[int(match[2])]}{match[3]}" if match else name
+        weight = source[moved if moved in source else name]  # T5's bias of distances stays the first layer's
         own.copy_(weight if weight.shape == own.shape else weight[rows])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -21,13 +21,19 @@ from specdec.errors import ConfigError
 LIKELIEST_COUNT = 32  # of a chat model at temperature 1 they have some 0.97 of the probability
 
 
+def no_tokens() -> Tensor:
+    """[0] int32"""
+    return torch.zeros(0, dtype=torch.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class LabelledTexts:
     """Texts one after another. Position i of the labels predicts the token after token i.
 
     `lengths`: tokens of each text. `learned_from`: of each text, the first position that is learned; before it lies
     what every text begins with. `answered_from`: the position whose label predicts the first token of the last passage,
-    which the target wrote at the text's temperature.
+    which the target wrote at the text's temperature. Of an encoder-decoder target a text is what the decoder reads, and
+    its encoder's input is among `input_ids`; both of these are empty of a decoder alone.
     """
 
     token_ids: Tensor  # [tokens] int32
@@ -37,9 +43,22 @@ class LabelledTexts:
     learned_from: Tensor  # [texts] int32
     answered_from: Tensor  # [texts] int32
     temperatures: Tensor  # [texts] float32
+    input_ids: Tensor = field(default_factory=no_tokens)  # [input tokens] int32
+    input_lengths: Tensor = field(default_factory=no_tokens)  # [texts] int32, or [0]
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def length_max(self) -> int:
+        """The most tokens of a text, with its input."""
+        own = self.lengths + self.input_lengths if len(self.input_lengths) else self.lengths
+        return int(own.max())
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The encoder's input of each text; none of a decoder alone."""
+        return self.input_ids.split(self.input_lengths.tolist()) if len(self.input_lengths) else ()
 
     def save(self, file: Path, origin: str) -> None:
         """Writes one file, whole or not at all; `origin`: a digest of everything that decides its texts."""

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec.distill.losses import Labels
 from specdec.distill.texts import LabelledTexts
@@ -68,12 +69,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts side by side, shorter ones filled up; the learned positions and their labels."""
+    """Texts side by side, shorter ones filled up; the learned positions and their labels; of an encoder-decoder model
+    also the encoder's inputs."""
 
     inputs: Tensor  # [texts, length] int64, the student's ids
     learned: Tensor  # [texts, length] bool
     labels: Labels
     temperatures: Tensor  # [learned positions] float32, of their texts; at most 1: labels say nothing above
+    sources: Tensor | None = None  # [texts, input length] int64, the student's ids
+    is_source: Tensor | None = None  # [texts, input length] bool
 
     @property
     def token_count(self) -> int:
@@ -90,6 +94,7 @@ class Data:
         self._begins = begins.tolist()
         self._starts = [0, *texts.lengths.cumsum(0).tolist()]
         self._own_ids, self._unknown = own_ids, unknown
+        self._sources = texts.inputs
 
     def _own(self, ids: Tensor) -> Tensor:
         """Returns the student's ids of the target's.  # int64"""
@@ -110,7 +115,8 @@ class Data:
         at = torch.cat(chosen)
         likeliest = self._own(texts.likeliest_ids[at])
         labels = Labels(likeliest.where(likeliest != self._unknown, -1), texts.log_probs[at].float())
-        return Batch(inputs, learned, labels, torch.cat(temperatures))
+        sources = padded([self._own(self._sources[index]) for index in indices]) if self._sources else (None, None)
+        return Batch(inputs, learned, labels, torch.cat(temperatures), *sources)
 
     def epoch(self, seed: int, epoch: int, batch_tokens: int) -> list[list[int]]:
         """Returns the batches of an epoch, as indices of texts: the same for the same seed and epoch."""
@@ -124,6 +130,13 @@ class Data:
             batches += packed(sorted(order[first : first + pool], key=lengths.__getitem__), lengths, batch_tokens)
         shuffled = torch.randperm(len(batches), generator=generator).tolist()
         return [batches[index] for index in shuffled]
+
+
+def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns rows side by side, shorter ones filled up, and where they are.  # [rows, length] int64, bool"""
+    lengths = torch.tensor([len(row) for row in rows])
+    filled = pad_sequence([row.long() for row in rows], batch_first=True)
+    return filled, torch.arange(filled.shape[1]) < lengths[:, None]
 
 
 def packed(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

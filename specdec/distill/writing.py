@@ -6,7 +6,7 @@ a question the target makes up as the user, the template's middle, and its answe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.distill.texts import LabelledTexts, label
 from specdec.engine.cache.kv_cache import BlockTable
-from specdec.engine.interface import CausalModel
+from specdec.engine.interface import CausalModel, ModelDescription
 from specdec.engine.loading.devices import default_block_size, find_device, free_memory_bytes
 from specdec.engine.scheduling.feed import Feed
 from specdec.engine.scheduling.scheduler import Engine
-from specdec.errors import SpecdecError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 ROWS_MAX = 512  # of a step: its logits take vocabulary x 4 bytes each
@@ -38,12 +38,13 @@ class Passage:
 @dataclass(frozen=True, slots=True)
 class TextOrder:
     """The passages of one text, the position it is learned from, and the seed of its draws. `answered_from`: of an
-    answer that is given."""
+    answer that is given. `encoder_length`: the first tokens of the first passage, which are an encoder's input."""
 
     passages: tuple[Passage, ...]
     learned_from: int
     seed: int
     answered_from: int | None = None
+    encoder_length: int = 0
 
     @property
     def length_max(self) -> int:
@@ -97,6 +98,20 @@ class _Row:
     """The sampler's input for one feed: the request for the token after its last row."""
 
     request: ProposalRequest
+
+
+def check_lengths(lengths: Iterable[tuple[int, int]], text_tokens: int, target: ModelDescription) -> int:
+    """Returns the most tokens of texts of these lengths, each with that of its encoder's input. Raises ConfigError if
+    the target has fewer positions."""
+    whole, inputs = zip(*lengths)
+    longest, longest_input = max(whole), max(inputs)
+    if longest_input and longest_input > target.encoder_positions_max:
+        limit = f"the target's encoder has {target.encoder_positions_max} positions"
+        raise ConfigError(f"the longest input has {longest_input} tokens; {limit}")
+    if longest > target.positions_max:
+        limit = f"the target has {target.positions_max} positions"
+        raise ConfigError(f"the longest prompt with --text-tokens {text_tokens} has {longest}; {limit}")
+    return int(longest)
 
 
 Written = tuple[int, Tensor, Tensor]  # token, likeliest ids and log-probabilities of all rows
@@ -161,20 +176,27 @@ class TextWriter:
     def _admit(self, waiting: Iterator[tuple[int, TextOrder]], running: dict[int, _Writing]) -> None:
         while len(running) < self._text_count and (following := next(waiting, None)) is not None:
             index, plan = following
-            table = self._engine.call(partial(self._engine.cache.reserve, plan.length_max))
+            own_input = plan.passages[0].given[: plan.encoder_length]
+            table = self._engine.call(partial(self._engine.cache.reserve, plan.length_max, own_input))
             running[index] = _Writing(plan, table)
             running[index].begin_passage()
 
     def _chosen(self, running: dict[int, _Writing]) -> list[tuple[int, Feed[_Row, Written]]]:
-        """Returns a step: of every text its tokens not fed yet, as far as they fit."""
-        chosen, left = [], ROWS_MAX
+        """Returns a step: of every text its tokens not fed yet, as far as they fit; an encoder's input runs whole, with
+        a token at least of what begins the output, and the first one also beyond the rows."""
+        chosen: list[tuple[int, Feed[_Row, Written]]] = []
+        left, has_input = ROWS_MAX, False
         for index, own in running.items():
-            token_ids = own.tokens[own.fed_count : own.fed_count + left]
-            if not token_ids:
+            input_count = 0 if own.fed_count else own.plan.encoder_length
+            if left <= 0 or (has_input and input_count >= left):
                 break
+            has_input |= input_count > 0
+            token_ids = own.tokens[own.fed_count : own.fed_count + max(left, input_count + 1)]
             left -= len(token_ids)
-            request = ProposalRequest(_params(own), own.tokens[: own.fed_count + len(token_ids)], self._vocabulary_size)
-            feed: Feed[_Row, Written] = Feed(own.table, own.fed_count, token_ids, len(token_ids), _Row(request))
+            params = params_of(own.plan, own.passage)
+            request = ProposalRequest(params, own.tokens[: own.fed_count + len(token_ids)], self._vocabulary_size)
+            logit_count = len(token_ids) - input_count
+            feed: Feed[_Row, Written] = Feed(own.table, own.fed_count, token_ids, logit_count, _Row(request))
             chosen.append((index, feed))
         return chosen
 
@@ -183,21 +205,28 @@ class TextWriter:
         return self._model.description.vocabulary_size
 
 
-def _params(own: _Writing) -> ResolvedSamplingParams:
-    temperature = own.passage.temperature
+def params_of(plan: TextOrder, passage: Passage) -> ResolvedSamplingParams:
+    """The sampling parameters that give a passage of a text."""
+    length, temperature = plan.encoder_length, passage.temperature
     rule = Rule.COUPLED if temperature else Rule.GREEDY
-    return ResolvedSamplingParams(rule=rule, seed=own.plan.seed, prompt_length=1, temperature=temperature)
+    return ResolvedSamplingParams(rule, plan.seed, 1 + length, temperature=temperature, encoder_length=length)
 
 
 def _joined(texts: Sequence[_Writing]) -> LabelledTexts:
     """Returns finished texts, without their last token: it was not fed."""
-    lengths = [own.fed_count for own in texts]
+    starts = [own.plan.encoder_length for own in texts]
+    read = [own.tokens[start : own.fed_count] for own, start in zip(texts, starts)]
+    inputs = [own.tokens[:start] for own, start in zip(texts, starts) if start]
+    learned_from = [own.plan.learned_from - start for own, start in zip(texts, starts)]
+    answered_from = [own.answered_from - start for own, start in zip(texts, starts)]
     return LabelledTexts(
-        token_ids=torch.tensor([token for own in texts for token in own.tokens[: own.fed_count]], dtype=torch.int32),
+        token_ids=torch.tensor([token for own in read for token in own], dtype=torch.int32),
         likeliest_ids=torch.cat([part for own in texts for part in own.ids]),
         log_probs=torch.cat([part for own in texts for part in own.log_probs]),
-        lengths=torch.tensor(lengths, dtype=torch.int32),
-        learned_from=torch.tensor([own.plan.learned_from for own in texts], dtype=torch.int32),
-        answered_from=torch.tensor([own.answered_from for own in texts], dtype=torch.int32),
+        lengths=torch.tensor([len(own) for own in read], dtype=torch.int32),
+        learned_from=torch.tensor(learned_from, dtype=torch.int32),
+        answered_from=torch.tensor(answered_from, dtype=torch.int32),
         temperatures=torch.tensor([own.plan.passages[-1].temperature for own in texts], dtype=torch.float32),
+        input_ids=torch.tensor([token for own in inputs for token in own], dtype=torch.int32),
+        input_lengths=torch.tensor([len(own) for own in inputs], dtype=torch.int32),
     )

@@ -154,14 +154,19 @@ class EncoderDecoder(nn.Module):
             assert plan.decoder is not None
             return BaseOutput(self.decoder(ids, plan.decoder)[None])
         encoded = self.encoder(ids[plan.encoder.index], plan.encoder)
-        for index, layer in enumerate(cast("list[Layer]", self.decoder.layers)):
-            layer.cross.write(encoded, plan.encoder, index)
+        self.write_input(encoded, plan.encoder)
         if plan.decoder is None:
             return BaseOutput(encoded[None])
         decoded = self.decoder(ids[plan.decoder.index], plan.decoder)
         hidden = encoded.new_empty(len(ids), encoded.shape[1])
         hidden[plan.encoder.index], hidden[plan.decoder.index] = encoded, decoded
         return BaseOutput(hidden[None])
+
+    def write_input(self, encoded: torch.Tensor, attention: EncoderAttention) -> None:
+        """Writes the keys and values of all layers' cross attention; encoded [rows, hidden]: the encoder's final hidden
+        states."""
+        for index, layer in enumerate(cast("list[Layer]", self.decoder.layers)):
+            layer.cross.write(encoded, attention, index)
 
 
 def position_bias(module: nn.Module, is_decoder: bool, positions_max: int) -> PositionBias:

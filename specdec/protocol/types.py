@@ -294,6 +294,11 @@ class CacheSize:
         )
 
 
+def kind_of(has_encoder: bool) -> str:
+    """Returns what a model is, in words."""
+    return "an encoder-decoder model" if has_encoder else "a decoder alone"
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """The model that a replica serves, and its numerics; equal digests mean equal weights.
@@ -338,7 +343,7 @@ class Description:
     @property
     def kind(self) -> str:
         """What it is, in words."""
-        return "an encoder-decoder model" if self.has_encoder else "a decoder alone"
+        return kind_of(self.has_encoder)
 
     @property
     def numerics(self) -> tuple[str, str, str, int]:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from specdec.advise import command
-from specdec.advise.measuring import EVERYTHING, Text, params_of, written
+from specdec.advise.measuring import EVERYTHING, Text, written
 from specdec.advise.serving import (
     PROBED,
     Outcome,
@@ -33,7 +33,7 @@ from specdec.client.stream import Client
 from specdec.config import ServeSettings
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
-from specdec.distill.writing import TextOrder, TextWriter
+from specdec.distill.writing import TextOrder, TextWriter, params_of
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
@@ -205,7 +205,8 @@ def test_the_new_seed_gives_another_text(folder: Path) -> None:
         return [part.tolist() for part in texts.token_ids.split(texts.lengths.tolist())]
 
     predicted = texts_with([plan.seed for plan in plans])
-    asked = [asked_of(Text(EVERYTHING, params_of(plan), plan.passages[0].given, 0), 2, TOKENS) for plan in plans]
+    every = [(params_of(plan, plan.passages[0]), plan.passages[0].given) for plan in plans]
+    asked = [asked_of(Text(EVERYTHING, params, given, 0), 2, TOKENS) for params, given in every]
     new = texts_with([own.sampling.seed for own in asked])
     assert all(before != after for before, after in zip(predicted, new, strict=True))
     assert texts_with([plan.seed for plan in plans]) == predicted

@@ -266,9 +266,10 @@ def test_every_architecture_is_distilled(
 
 @pytest.mark.parametrize("name", SEVERAL_ARCHITECTURES)
 def test_every_architecture_gets_a_student(name: str, tmp_path: Path):
-    """Claim: for every supported architecture a student of one layer, of the target's size and of another, is loaded by
-    `transformers` and by the engine; with the target's size and all its layers it is the target."""
-    assert {kind for kind, _ in ARCHITECTURES.values()} == {own.class_name for own in SUPPORTED}
+    """Claim: for every supported architecture of a decoder alone a student of one layer, of the target's size and of
+    another, is loaded by `transformers` and by the engine; with the target's size and all its layers it is the
+    target."""
+    assert {kind for kind, _ in ARCHITECTURES.values()} == {own.class_name for own in SUPPORTED if not own.has_encoder}
     target = open_model_folder(str(make_tiny_model(tmp_path / "target", name, pad_token_id=287)))
     layer_count = 3
     whole = build_student(target, StudentShape(layer_count, target_layers=(0, 1, 2)), None, seed=0)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from specdec.cli.main import main
 from specdec.distill.learners import HeadsLearner
 from specdec.distill.losses import Labels, certain_acceptance
 from specdec.distill.texts import LabelledTexts
@@ -17,6 +15,7 @@ from specdec.distill.training import Data, Plan, Trainer
 from specdec.engine.heads import load_heads
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.transformers_model import read_weights
+from tests.support.distilling import distilled
 from tests.support.engine_models import make_tiny_model
 
 CYCLE = 12  # tokens of the texts below: token t is followed by t + 5, modulo this
@@ -84,20 +83,6 @@ def test_a_certain_token_is_accepted_with_its_probability() -> None:
     assert float(certain_acceptance(few, ids[:, 2], 0.7).max()) == 0
 
 
-def run(monkeypatch: pytest.MonkeyPatch, target: Path, out: Path, *more: str) -> None:
-    prompts = out.parent / "prompts.txt"
-    prompts.write_text("def total\nreturn sum\nfor value in\nif value is not\n")
-    told = f"--target {target} --out {out} --prompts {prompts} --text-count 8 --text-tokens 12 --tokens 1500"
-    flags = f"{told} --evaluate-tokens 500 --batch-tokens 256 --threads 1 --device cpu".split()
-    monkeypatch.setattr(sys, "argv", ["specdec", "distill", *flags, *more])
-    thread_count = torch.get_num_threads()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    torch.set_num_threads(thread_count)
-    if ended.value.code:
-        raise ended.value
-
-
 def test_the_command_makes_heads_of_its_target_and_continues(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +90,7 @@ def test_the_command_makes_heads_of_its_target_and_continues(
     says how to serve it; run again it continues where it ended. With more texts, which a checkpoint is not of, it is
     refused before the target writes them."""
     out = tmp_path / "heads"
-    run(monkeypatch, target, out, "--heads", "2")
+    assert distilled(monkeypatch, target, out, "--heads", "2", tokens=1500) == 0
     said = capsys.readouterr().err
     assert "specdec target --model" in said and f"--heads {out}" in said.replace("\n", "")
     heads = load_heads(out, open_model_folder(str(target)).digest(), 64)
@@ -113,10 +98,9 @@ def test_the_command_makes_heads_of_its_target_and_continues(
     facts = json.loads((out / "training.json").read_text())
     assert facts["settings"]["heads"] == 2 and facts["parameters"] == 2 * (64 * 64 + 64)
     assert {name.partition(" at ")[0] for name in facts["history"][-1]["acceptance"]} == {"head 1", "head 2"}
-    run(monkeypatch, target, out, "--heads", "2")
+    assert distilled(monkeypatch, target, out, "--heads", "2", tokens=1500) == 0
     assert "continuing after" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run(monkeypatch, target, out, "--heads", "2", "--text-count", "80")
+    assert distilled(monkeypatch, target, out, "--heads", "2", "--text-count", "80", tokens=1500) != 0
     assert "is of other settings: remove it, or give another --out" in capsys.readouterr().err
     assert len(list((out / "texts").iterdir())) == 2, "the texts of the first run"
 
@@ -126,7 +110,6 @@ def test_flags_of_drafts_are_refused(
 ) -> None:
     """Claim: with --heads a flag that only a draft has is refused, not ignored, and nothing is written."""
     for flags, name in ((("--layers", "2"), "--layers"), (("--draft-vocabulary", "99"), "--draft-vocabulary")):
-        with pytest.raises(SystemExit):
-            run(monkeypatch, target, tmp_path / "heads", "--heads", "2", *flags)
+        assert distilled(monkeypatch, target, tmp_path / "heads", "--heads", "2", *flags) != 0
         assert f"{name} is for drafts: leave it out with --heads" in capsys.readouterr().err
     assert not (tmp_path / "heads").exists()

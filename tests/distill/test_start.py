@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from specdec.cli.main import main
 from specdec.distill.start import open_start
 from specdec.distill.student import save_student
 from specdec.engine.loading.folder_files import MANIFEST_FILE
@@ -19,6 +17,7 @@ from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ConfigError, ModelRefused
+from tests.support.distilling import distilled
 from tests.support.engine_models import make_tiny_model
 
 KNOWN = [*range(0, 288, 3)]  # tokens of a draft that lacks the others
@@ -35,20 +34,6 @@ def trimmed(folder: Path, seed: int = 3) -> Path:
     make_tiny_model(folder, "gpt2", seed, vocab_size=len(KNOWN) + 1)
     (folder / VOCABULARY_FILE).write_text(json.dumps({"target_token_ids": KNOWN}))
     return folder
-
-
-def run(monkeypatch: pytest.MonkeyPatch, target: Path, out: Path, *more: str) -> int:
-    """Runs the command on a few short texts; returns its exit code."""
-    prompts = target.parent / "prompts.txt"
-    prompts.write_text("def total\nreturn sum\nfor value in\nif value is not\n")
-    told = f"--target {target} --out {out} --prompts {prompts} --text-count 8 --text-tokens 12 --tokens 3000"
-    flags = f"{told} --evaluate-tokens 1000 --batch-tokens 256 --threads 1 --device cpu".split()
-    monkeypatch.setattr(sys, "argv", ["specdec", "distill", *flags, *more])
-    threads = torch.get_num_threads()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    torch.set_num_threads(threads)
-    return ended.value.code
 
 
 def contents_of(*folders: Path) -> dict[Path, bytes]:
@@ -80,14 +65,14 @@ def test_it_learns_on_and_keeps_its_tokens(target: Path, tmp_path: Path, monkeyp
     start = trimmed(tmp_path / "start")
     before = {file.name: file.read_bytes() for file in start.iterdir()}
     texts = str(tmp_path / "texts")
-    assert run(monkeypatch, target, tmp_path / "out", "--start", str(start), "--texts", texts) == 0
+    assert distilled(monkeypatch, target, tmp_path / "out", "--start", str(start), "--texts", texts) == 0
     history = json.loads((tmp_path / "out" / "training.json").read_text())["history"]
     first, last = history[0]["acceptance"], history[-1]["acceptance"]
     assert sum(last.values()) > sum(first.values()) + 0.1, (first, last)
     known = json.loads((tmp_path / "out" / VOCABULARY_FILE).read_text())["target_token_ids"]
     assert known == KNOWN and before == {file.name: file.read_bytes() for file in start.iterdir()}
     told = ("--start", str(start), "--texts", texts, "--learning-rate", str(FAR_BELOW))
-    assert run(monkeypatch, target, tmp_path / "same", *told) == 0
+    assert distilled(monkeypatch, target, tmp_path / "same", *told) == 0
     given, same = (load_file(folder / "model.safetensors") for folder in (start, tmp_path / "same"))
     assert all(torch.equal(weight, given[name].to(torch.bfloat16)) for name, weight in same.items())
 
@@ -119,7 +104,7 @@ def test_flags_that_contradict_it_are_refused(
     before = contents_of(start, target)
     given = [flag.format(start=start, target=target) for flag in flags]
     capsys.readouterr()
-    assert run(monkeypatch, target, tmp_path / "out", "--start", str(start), *given) in (1, 2)
+    assert distilled(monkeypatch, target, tmp_path / "out", "--start", str(start), *given) in (1, 2)
     said = capsys.readouterr().err
     assert sentence.format(start=start, target=target) in said and len(said.splitlines()) == 1, said
     assert not (tmp_path / "out").exists() and contents_of(start, target) == before

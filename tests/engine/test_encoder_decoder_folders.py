@@ -121,16 +121,20 @@ def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
 
 
 def test_types_devices_and_ranks_that_it_cannot_run_on_are_refused(folder: Path) -> None:
-    """Claim: float16, a GPU and several ranks are refused by name, with the reason. Conclusive: float32 and bfloat16
-    load, one of them as the folder's own type."""
+    """Claim: float16, a GPU and several ranks are refused by name, with the reason, ranks before a weight is read.
+    Conclusive: float32 and bfloat16 load, one of them as the folder's own type; several ranks are the reason that is
+    named where the weights have a fault too."""
     with pytest.raises(ConfigError, match="dtype is float16; for .* it must be float32 or bfloat16"):
         load_model(str(folder), "float16")
     with pytest.raises(ConfigError, match="device is cuda:1; encoder-decoder models such as T5 run on the CPU backend"):
         check_encoder_decoder("T5", torch.float32, torch.device("cuda:1"))
-    with pytest.raises(ModelRefused, match="runs in one process, so --tensor-parallel-size must be 1"):
-        check_split(str(folder), open_model_folder(str(folder)), 2)
     for dtype in ("auto", "bfloat16"):
         load_model(str(folder), dtype)
+    edit_tensors(folder, shared__weight=None)
+    with pytest.raises(ModelRefused, match="runs in one process, so --tensor-parallel-size must be 1"):
+        check_split(str(folder), open_model_folder(str(folder)), 2)
+    with pytest.raises(ModelRefused, match="the weights lack shared.weight"):
+        load_model(str(folder))
 
 
 def test_positions_are_those_of_input_and_output(folder: Path) -> None:

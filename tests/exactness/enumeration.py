@@ -43,7 +43,8 @@ Legal = Callable[[Path], frozenset[int]]  # the legal tokens after a path; none 
 
 def base_two_distribution(**policy: object) -> ResolvedSamplingParams:
     """REJECTION parameters whose probabilities are powers of two, up to the normaliser, for whole-number logits."""
-    return ResolvedSamplingParams(Rule.REJECTION, seed=11, prompt_length=len(PROMPT), temperature=BASE_TWO, **policy)
+    own = {"seed": 11, "prompt_length": len(PROMPT), "temperature": BASE_TWO, **policy}
+    return ResolvedSamplingParams(Rule.REJECTION, **own)
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class Child:
 class Setting:
     """A target, a draft, sampling parameters and the draft's behaviour; subclasses misbehave. Cached by path.
 
-    `draft_length`: the cap at a path. The draft keeps its tree `ahead` tokens longer than the cap; the next round uses
-    the part of the tree that is left after a commit. `legal`: what masks say, if there are any; `is_draft_masked`:
-    whether the draft has them too.
+    `prompt`: the path at which the output begins. `draft_length`: the cap at a path. The draft keeps its tree `ahead`
+    tokens longer than the cap; the next round uses the part of the tree that is left after a commit. `legal`: what
+    masks say, if there are any; `is_draft_masked`: whether the draft has them too.
     """
 
     params: ResolvedSamplingParams
@@ -71,11 +72,16 @@ class Setting:
     ahead: int = 1
     legal: Legal | None = None
     is_draft_masked: bool = True
+    prompt: Path = PROMPT
     cache: dict[object, object] = field(default_factory=dict)
 
     @property
     def vocabulary_size(self) -> int:
-        return len(self.target(PROMPT))
+        return len(self.target(self.prompt))
+
+    def lines(self, path: Path, tokens: Path) -> list[tuple[int, ...]]:
+        """The logits of the rows of a verification of a chain. Subclasses compute them in another way, or misbehave."""
+        return [self.target(path + tokens[:offset]) for offset in range(len(tokens) + 1)]
 
     def target_distribution(self, path: Path) -> tuple[Fraction, ...]:
         """The target distribution after a path, from the formulas, in fractions."""
@@ -192,7 +198,7 @@ def sampled_distribution_as_fractions(
 ) -> tuple[Fraction, ...]:
     """The target distribution of docs/exactness.md for whole-number logits at temperature 1 / ln 2, no min_p or bias.
 
-    Each of the first steps leaves out tokens, unless none would remain.
+    Each of the first steps leaves out tokens, unless none would remain. A repetition penalty must leave whole numbers.
     """
     output = path[params.prompt_length :]
     every = frozenset(range(len(logits)))
@@ -206,10 +212,10 @@ def sampled_distribution_as_fractions(
         kept_tokens = kept_tokens & kept or kept_tokens
     scores = {}
     for token in sorted(kept_tokens):
-        count = output.count(token)
-        scores[token] = (
-            logits[token] - int(params.presence_penalty) * (count > 0) - int(params.frequency_penalty) * count
-        )
+        count, logit = output.count(token), logits[token]
+        if params.repetition_penalty != 1 and token in path[params.encoder_length :]:
+            logit *= Fraction(params.repetition_penalty) ** (-1 if logit > 0 else 1)
+        scores[token] = logit - int(params.presence_penalty) * (count > 0) - int(params.frequency_penalty) * count
     likeliest = sorted(scores, key=lambda token: (-scores[token], token))[: params.top_k or None]
     weights = {token: Fraction(2) ** scores[token] for token in likeliest}
     kept, before, total = [], Fraction(0), sum(weights.values())
@@ -257,7 +263,7 @@ def sampler_outputs(
 ) -> list[SamplerOutput]:
     """The real sampler output of `count` verifications that differ in round_index only, with `uniform` as noise."""
     requests = [VerificationRequest(setting.params, index, path, tokens, rows) for index in range(count)]
-    lines = [setting.target(path + tokens[:offset]) for offset in range(len(tokens) + 1)]
+    lines = setting.lines(path, tokens)
     logits = torch.tensor(lines * count, dtype=torch.float32)
     with mock.patch.object(verification_module, "uniform", uniform):
         masks = setting.masks(path, tokens)

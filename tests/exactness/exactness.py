@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from tests.exactness.enumeration import PROMPT, Child, Path, Setting, probability
+from tests.exactness.enumeration import Child, Path, Setting, probability
 
 
 def output_distribution(
-    setting: Setting, count: int, path: Path = PROMPT, chain: tuple[Child, ...] = ()
+    setting: Setting, count: int, path: Path | None = None, chain: tuple[Child, ...] = ()
 ) -> dict[Path, Fraction]:
-    """The joint distribution of the next `count` output tokens, over as many rounds as they need."""
+    """The joint distribution of the next `count` tokens after a path, or the prompt, over as many rounds as they
+    need."""
+    path = setting.prompt if path is None else path
     if count <= 0:
         return {(): Fraction(1)}
     key = ("output", count, path, chain)
@@ -24,8 +26,9 @@ def output_distribution(
     return setting.cache[key]
 
 
-def target_output_distribution(setting: Setting, count: int, path: Path = PROMPT) -> dict[Path, Fraction]:
-    """The joint distribution of the next `count` tokens of the target alone."""
+def target_output_distribution(setting: Setting, count: int, path: Path | None = None) -> dict[Path, Fraction]:
+    """The joint distribution of the next `count` tokens of the target alone, after a path or the prompt."""
+    path = setting.prompt if path is None else path
     if count == 0:
         return {(): Fraction(1)}
     return {
@@ -39,16 +42,16 @@ def target_output_distribution(setting: Setting, count: int, path: Path = PROMPT
 def committed_count_distribution(setting: Setting) -> dict[int, Fraction]:
     """The distribution of the number of tokens that the first round commits."""
     params: dict[int, Fraction] = {}
-    for (committed, _), share in setting.rounds(PROMPT, ()).items():
+    for (committed, _), share in setting.rounds(setting.prompt, ()).items():
         params[len(committed)] = params.get(len(committed), Fraction(0)) + share
     return params
 
 
 def expected_committed_count_distribution(setting: Setting) -> dict[int, Fraction]:
     """The same by the theorem: a token passes with the sum over tokens of min(target, draft); one more follows."""
-    length_max = setting.draft_length(PROMPT)
+    length_max = setting.draft_length(setting.prompt)
     reached = [Fraction(1)]
-    paths = {PROMPT: Fraction(1)}
+    paths = {setting.prompt: Fraction(1)}
     for _ in range(length_max):
         longer: dict[Path, Fraction] = {}
         for path, mass in paths.items():

@@ -29,7 +29,15 @@ from specdec.protocol.proposers import Run
 from specdec.protocol.tree import ReceivedTree
 from specdec.protocol.tree_shape import children as children_of
 from specdec.protocol.types import DraftProbs, Proposer, ResolvedSamplingParams, Rule
-from tests.exactness.enumeration import INSET, Legal, Path, Table, packed_masks, sampled_distribution_as_fractions
+from tests.exactness.enumeration import (
+    INSET,
+    PROMPT,
+    Legal,
+    Path,
+    Table,
+    packed_masks,
+    sampled_distribution_as_fractions,
+)
 
 Verdicts = dict[Path, Fraction]
 Key = tuple[Lane, int]
@@ -54,11 +62,12 @@ class SiblingWorld:
     legal: Legal | None = None
     is_draft_masked: bool = True
     calibration: Calibration = field(default_factory=Calibration)
+    prompt: Path = PROMPT
     cache: dict[object, object] = field(default_factory=dict)
 
     @property
     def vocabulary_size(self) -> int:
-        return len(self.target((0,)))
+        return len(self.target(self.prompt))
 
     def distribution(self, path: Path) -> tuple[Fraction, ...]:
         """The target distribution after a path, from the formulas."""
@@ -67,6 +76,10 @@ class SiblingWorld:
     def masks(self, path: Path, offer: Offer) -> torch.Tensor | None:
         """The masks of the rows of a verification. Subclasses misbehave."""
         return packed_masks(self.legal, [path + tokens for tokens in row_paths(offer)], self.vocabulary_size)
+
+    def lines(self, path: Path, offer: Offer) -> list[tuple[int, ...]]:
+        """The logits of the rows of a verification. Subclasses compute them in another way, or misbehave."""
+        return [self.target(path + tokens) for tokens in row_paths(offer)]
 
     def draws(self, path: Path) -> list[tuple[Fraction, Drawn, DraftProbs | None]]:
         """Everything the real draft side can draw for a node, with its probability, by the cells of its draws."""
@@ -148,8 +161,10 @@ class SiblingWorld:
             self.cache[key] = found
         return self.cache[key]
 
-    def output(self, count: int, path: Path = (0,)) -> Verdicts:
-        """The joint distribution of the next `count` tokens, over as many rounds as they need."""
+    def output(self, count: int, path: Path | None = None) -> Verdicts:
+        """The joint distribution of the next `count` tokens after a path, or the prompt, over as many rounds as they
+        need."""
+        path = self.prompt if path is None else path
         if count <= 0:
             return {(): Fraction(1)}
         found: Verdicts = {}
@@ -159,8 +174,9 @@ class SiblingWorld:
                 found[tokens] = found.get(tokens, Fraction(0)) + share * part
         return {tokens: share for tokens, share in found.items() if share}
 
-    def wanted(self, count: int, path: Path = (0,)) -> Verdicts:
-        """The joint distribution of the next `count` tokens of the target alone."""
+    def wanted(self, count: int, path: Path | None = None) -> Verdicts:
+        """The joint distribution of the next `count` tokens of the target alone, after a path or the prompt."""
+        path = self.prompt if path is None else path
         if not count:
             return {(): Fraction(1)}
         return {
@@ -257,7 +273,7 @@ def sampled(world: SiblingWorld, path: Path, offer: Offer, uniform: Callable, co
     """The real sampler output of `count` verifications that differ in round_index only."""
     tree = offer.token_ids, offer.draft_probs, offer.parents
     requests = [VerificationRequest(world.params, index, path, *tree) for index in range(count)]
-    lines = [world.target(path + tokens) for tokens in row_paths(offer)]
+    lines = world.lines(path, offer)
     logits = torch.tensor(lines * count, dtype=torch.float32)
     masks = world.masks(path, offer)
     masks = None if masks is None else masks.repeat(count, 1)

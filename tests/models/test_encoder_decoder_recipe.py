@@ -20,7 +20,7 @@ from models import (
     tokenizer,
     train_encoder_decoder,
 )
-from models.encoder_decoder import PairData, build_draft, build_model, certain_texts
+from models.encoder_decoder import build_draft, build_model, certain_texts, pair_data
 from models.sizes import ENCODER_DECODER_FULL, ENCODER_DECODER_SMALL
 from specdec.engine.loading.folder_files import MANIFEST_FILE
 from specdec.errors import ConfigError
@@ -77,7 +77,7 @@ def test_a_batch_predicts_each_next_token_and_the_end() -> None:
         torch.tensor([0, 8, 0, 5, 9, 6], dtype=torch.int32),
         torch.tensor([2, 4], dtype=torch.int32),
     )
-    batch = PairData(certain_texts(pairs), pairs).batch([1, 0])
+    batch = pair_data(certain_texts(pairs), pairs).batch([1, 0])
     assert batch.inputs.tolist() == [[0, 5, 9, 6], [0, 8, 0, 0]] and batch.learned.sum(1).tolist() == [4, 2]
     assert batch.labels.own_ids.flatten().tolist() == [5, 9, 6, 0, 8, 0]
     assert batch.sources.tolist() == [[7, 0, 0], [5, 6, 0]] and batch.is_source.sum(1).tolist() == [2, 3]

@@ -16,7 +16,7 @@
 #include "numbers.h"
 
 enum { TIED = 1, INPUTS = 2, EXCHANGE = 4, FAILING = 8, ABANDONED = 16, HEAD_NORMS = 32, AFTER_NORMS = 64, CENTERED = 128,
-       BIASES = 256, NANS = 512, HIDDEN = 1024, SPANS = 2048, DISTANCES = 4096 };
+       BIASES = 256, NANS = 512, HIDDEN = 1024, SPANS = 2048, DISTANCES = 4096, CROSS = 8192, UNGATED = 16384 };
 
 typedef struct {
     int64_t seed, type, weight_type, activation, block_size, block_count, kv_heads, group, head_size, hidden, between,
@@ -148,6 +148,13 @@ static sd_layer new_layer(const plan *p) {
                   (int32_t)n->type},
     };
     int64_t distances = 2 * layer.rule.bias_reach + 1;
+    if (n->flags & UNGATED) layer.up = (sd_weight){0};
+    if (n->flags & CROSS) {
+        layer.before_cross = new_norm(n->hidden, p, 0);
+        layer.cross_queries = new_weight(attended, n->hidden, p);
+        layer.cross_out = new_weight(n->hidden, attended, p);
+        layer.cross_rule = (sd_rule){1, 0, 0, NULL, 0};
+    }
     if (n->flags & DISTANCES) layer.rule.bias = numbers_of(n->kv_heads * n->group * distances, SD_FLOAT32);
     int64_t count = n->block_count * n->block_size * one;
     layer.cache.keys = numbers_of(count, layer.cache.type);

@@ -18,6 +18,7 @@ TIED, INPUTS, EXCHANGE, FAILING, ABANDONED, HEAD_NORMS, AFTER_NORMS, CENTERED, B
     1 << i for i in range(11)
 )
 SPANS, DISTANCES = 1 << 11, 1 << 12
+CROSS, UNGATED = 1 << 13, 1 << 14
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ def sound_plan(seed: int) -> Plan:
     chance.shuffle(blocks)
     while blocks and len(plan.table_start) < 5:
         add_sequence(plan, chance, [blocks.pop() for _ in range(min(len(blocks), chance.randint(1, 5)))])
-    if chance.random() < 0.3:
+    if chance.random() < (0.8 if plan.sizes.flags & CROSS else 0.3):
         add_spans(plan, chance)
     rows = len(plan.sequence)
     plan.ids = [
@@ -113,7 +114,7 @@ def random_sizes(chance: random.Random, seed: int) -> Sizes:
     block_size = chance.choice((8, 8, 16, 16, 32, 64))
     flags = sum(
         flag
-        for flag in (INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN, DISTANCES)
+        for flag in (INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN, DISTANCES, CROSS, UNGATED)
         if chance.random() < 0.3
     )
     flags |= chance.choice((0, 0, 0, 0, EXCHANGE, EXCHANGE, EXCHANGE | FAILING, ABANDONED))
@@ -167,13 +168,14 @@ def add_sequence(plan: Plan, chance: random.Random, blocks: list[int]) -> None:
 def add_spans(plan: Plan, chance: random.Random) -> None:
     """Lets every row see from a first position on, some up to the end of their tables, wherever their own is."""
     plan.sizes.flags |= SPANS
+    least = 1 if plan.sizes.flags & CROSS and chance.random() < 0.9 else 0  # cross attention is to what lies before
     for row, sequence in enumerate(plan.sequence):
         capacity = (plan.table_start[sequence + 1] - plan.table_start[sequence]) * plan.sizes.block_size
         path_count = plan.path_start[row + 1] - plan.path_start[row]
         if not path_count:
             plan.base[row] = chance.choice((plan.base[row], capacity, chance.randint(1, capacity)))
         last = min(plan.base[row], plan.base[row] + path_count - 1)
-        plan.first.append(chance.choice((0, last, chance.randint(0, last))))
+        plan.first.append(max(min(least, last), chance.choice((0, last, chance.randint(0, last)))))
         plan.position[row] = chance.choice((plan.position[row], chance.randrange(plan.sizes.positions_max)))
 
 

@@ -108,6 +108,13 @@ PLANTED = {
         "address",
         "heap-buffer-overflow",
     ),
+    "cross attention to rows that see from 0 on": (
+        "step.h",
+        "if (!rows->first || rows->first[r] < 1) return 0;",
+        "if (rows->first && rows->first[r] < 1) return 0;",
+        "address",
+        "SEGV",
+    ),
     "a list read before its parts are checked": (
         "check.c",
         "if (starts[i + 1] < starts[i]) return 0;",

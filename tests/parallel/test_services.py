@@ -16,6 +16,7 @@ from specdec.launch.children import Child, start
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as types_pb
 from tests.sameness.generations import TREES
+from tests.support.encoder_decoder_models import make_encoder_decoder
 from tests.support.ports import free_port
 from tests.support.services import MODELS, SHAPES, fixed, running
 
@@ -113,10 +114,20 @@ def test_two_machines_of_two_ranks_are_one_target(tiny_folder: Callable[..., Pat
 
 
 @pytest.mark.more
-def test_a_refusal_is_reported_in_one_line(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rank_count", "said"),
+    [
+        ("llama", 3, "num_attention_heads is 4"),
+        ("t5", 2, "an encoder-decoder model runs in one process, so --tensor-parallel-size must be 1: "),
+    ],
+)
+def test_a_refusal_is_reported_in_one_line(
+    kind: str, rank_count: int, said: str, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
     """Claim: a model that cannot be split ends the command with its reason, and no rank remains."""
-    with start("target", TargetSettings(model=str(tiny_folder("llama")), tensor_parallel_size=3, port=0)) as child:
-        with pytest.raises(Exception, match="num_attention_heads is 4"):
+    folder = tiny_folder(kind) if kind == "llama" else make_encoder_decoder(tmp_path / kind, kind)
+    with start("target", TargetSettings(model=str(folder), tensor_parallel_size=rank_count, port=0)) as child:
+        with pytest.raises(Exception, match=said):
             child.wait_ready()
         assert child.process.wait(5) == 1
 

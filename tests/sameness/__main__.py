@@ -1,10 +1,10 @@
 """`python -m tests.sameness`: 1,000 prompts of 128 tokens, speculation on = off through running services.
 
-For each dtype the three services are started with the shipped pair, and every prompt is generated with
-speculation and without, GREEDY and COUPLED with seeds, all ways to speculate, many streams at a time. Tokens, text and
-log-probabilities must be equal to the last bit; ends with 1 where they are not, and with 2 and the reason where a run
-ends before all are compared: services that do not start in time or are lost. `--target` sets options of the target
-service: ranks, a small cache, prefix caching. The target has its heads if a way asks for them.
+For each dtype the three services are started with the shipped pair, or that of `--models`, and every prompt is
+generated with speculation and without, GREEDY and COUPLED with seeds, all ways to speculate, many streams at a time.
+Tokens, text and log-probabilities must be equal to the last bit; ends with 1 where they are not, and with 2 and the
+reason where a run ends before all are compared: services that do not start in time or are lost. `--target` sets options
+of the target service: ranks, a small cache, prefix caching. The shipped target has its heads if a way asks for them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 from rich.console import Console
@@ -37,7 +38,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of both models (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each model (%(default)s)")
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help="to speculate (all)"
+        "--models", nargs=2, type=Path, metavar=("TARGET", "DRAFT"), help="folders of both (the shipped pair)"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, metavar="NAME", help="to speculate (all; no heads of others)"
     )
     parser.add_argument(
         "--target",
@@ -49,6 +53,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     asked = parser.parse_args(arguments)
     if strangers := [own for own in asked.target if "=" not in own]:
         parser.error(f"--target takes NAME=VALUE; not {', '.join(strangers)}")
+    asked.ways = asked.ways or [way for way in WAYS if way != HEADS_WAY or not asked.models]
     return asked
 
 
@@ -96,8 +101,9 @@ def reason_of(error: SpecdecError | grpc.RpcError) -> str:
 
 
 def target_settings(asked: argparse.Namespace) -> dict[str, str]:
-    """Returns the settings of the target: its heads if a way asks for them, and those of `--target`."""
-    heads = {"heads": str(MODELS / "target-heads")} if HEADS_WAY in asked.ways else {}
+    """Returns the settings of the target: the shipped one's heads if a way asks for them, and those of `--target`."""
+    has_heads = HEADS_WAY in asked.ways and not asked.models
+    heads = {"heads": str(MODELS / "target-heads")} if has_heads else {}
     return heads | {name.replace("-", "_"): value for name, value in (own.split("=", 1) for own in asked.target)}
 
 
@@ -111,20 +117,22 @@ def compare_all(
 ) -> None:
     """Adds the comparisons of all prompts with one dtype to `found`, with a progress bar. Raises SpecdecError if the
     services do not start, grpc.RpcError with a note about services that ended."""
+    models = asked.models or (MODELS / "target", MODELS / "draft")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        running(MODELS / "target", MODELS / "draft", threads=asked.threads, dtype=dtype, target=target) as services,
+        running(*models, threads=asked.threads, dtype=dtype, target=target) as services,
         Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as shown,
     ):
         task = shown.add_task(dtype, total=asked.prompts)
+        own = services.client.described().target
+        length_max = own.encoder_positions_max or own.positions_max - asked.tokens
+        wanted = generations(asked.prompts, asked.ways, models[0], length_max)
 
         def refused() -> None:
             refusals["refused"] += 1
 
         try:
-            for one in compare(
-                services.client, generations(asked.prompts, asked.ways), asked.tokens, asked.streams, refused
-            ):
+            for one in compare(services.client, wanted, asked.tokens, asked.streams, refused):
                 found.append(one)
                 differing_count = sum(not own.is_same for own in found)
                 shown.update(task, advance=1, description=f"{dtype}, {differing_count} differ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -62,33 +63,41 @@ class Generation:
         }
 
 
-def heldout_token_ids() -> list[list[int]]:
-    """The shipped held-out prompts in the shipped pair's tokens."""
-    tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+def heldout_token_ids(model: Path = MODELS / "target") -> list[list[int]]:
+    """The shipped held-out prompts in the tokens of a model folder."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in heldout_prompts().values()]
 
 
-def prompts_of(texts: Sequence[Sequence[int]], count: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """`count` prompts, none twice: the texts whole, then in turn windows of them, beginnings, and runs of several.
+def prompts_of(
+    texts: Sequence[Sequence[int]], count: int, seed: int = 0, length_max: int | None = None
+) -> list[tuple[int, ...]]:
+    """`count` prompts, none twice: the texts whole, then in turn windows of them, beginnings, and runs of several, all
+    cut at `length_max` tokens.
 
     Beginnings and runs share their first tokens with others, so cached prefixes are reused.
     """
     chance = random.Random(seed)
-    made: dict[tuple[int, ...], None] = dict.fromkeys(map(tuple, texts[:count]))
+    made: dict[tuple[int, ...], None] = dict.fromkeys(tuple(text[:length_max]) for text in texts[:count])
     while len(made) < count:
         index = chance.randrange(len(texts))
         text = texts[index]
         end = chance.randint(min(WINDOW_TOKENS_MIN, len(text)), len(text))
         start = chance.randrange(max(1, end - WINDOW_TOKENS_MIN))
         joined = [token_id for own in texts[index : index + chance.randint(2, JOINED_MAX)] for token_id in own]
-        made[tuple((text[start:end], text[:end], joined)[chance.choices(range(3), (3, 1, 1))[0]])] = None
+        chosen = (text[start:end], text[:end], joined)[chance.choices(range(3), (3, 1, 1))[0]]
+        made[tuple(chosen[:length_max])] = None
     return list(made)
 
 
-def generations(count: int, ways: Sequence[str] = WAYS) -> list[Generation]:
-    """Returns `count` generations, in all combinations of sampling parameters and ways to speculate."""
+def generations(
+    count: int, ways: Sequence[str] = WAYS, model: Path = MODELS / "target", length_max: int | None = None
+) -> list[Generation]:
+    """Returns `count` generations, in all combinations of sampling parameters and ways to speculate, with prompts in
+    the tokens of a model folder, of at most `length_max`."""
     all_params = tuple(ALL_PARAMS)
+    prompts = prompts_of(heldout_token_ids(model), count, length_max=length_max)
     return [
         Generation(index, prompt, all_params[index % len(all_params)], ways[index // len(all_params) % len(ways)])
-        for index, prompt in enumerate(prompts_of(heldout_token_ids(), count))
+        for index, prompt in enumerate(prompts)
     ]

@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +26,13 @@ from tests.sameness.generations import (
     heldout_token_ids,
     prompts_of,
 )
+from tests.support.encoder_decoder_models import make_encoder_decoder, make_resembling
 from tests.support.services import MODELS, Outcome, Services, running
 
 
 def test_prompts_are_of_held_out_text_and_none_twice() -> None:
     """Claim: 1,000 different prompts, each a run of tokens of the held-out texts one after another, long ones among
-    them, and beginnings that others share; the same in every run."""
+    them, and beginnings that others share; the same in every run; none longer than asked for."""
     texts = heldout_token_ids()
     prompts = prompts_of(texts, 1000)
     assert len(set(prompts)) == 1000 and prompts == prompts_of(texts, 1000)
@@ -39,6 +41,8 @@ def test_prompts_are_of_held_out_text_and_none_twice() -> None:
     assert sum(len(prompt) > 256 for prompt in prompts) >= 50 and min(map(len, prompts)) <= 8
     beginnings = [prompt[:64] for prompt in prompts if len(prompt) > 64]
     assert len(beginnings) - len(set(beginnings)) >= 100
+    cut = prompts_of(texts, 1000, length_max=50)
+    assert len(set(cut)) == 1000 and max(map(len, cut)) == 50
 
 
 def test_params_and_ways_to_speculate_are_combined() -> None:
@@ -85,6 +89,8 @@ def test_the_target_has_heads_for_the_way_that_asks_for_them() -> None:
     assert target_settings(options(["--target", "block-size=16"])) == {**shipped, "block_size": "16"}
     assert target_settings(options(["--target", "heads=none"])) == {"heads": "none"}
     assert target_settings(options(["--ways", "tree"])) == {}
+    others = options(["--models", "target", "draft"])
+    assert HEADS_WAY not in others.ways and len(others.ways) == len(WAYS) - 1 and target_settings(others) == {}
 
 
 @pytest.mark.slow
@@ -122,3 +128,15 @@ def test_the_command_runs(ways: tuple[str, ...], capsys: pytest.CaptureFixture[s
     asked = "--prompts 6 --tokens 12 --streams 4 --dtypes bfloat16 --target block-size=16"
     assert main([*asked.split(), *ways]) == 0
     assert "bfloat16, 1 thread(s) block-size=16" in capsys.readouterr().out
+
+
+@pytest.mark.more
+@pytest.mark.lengthy
+@pytest.mark.parametrize("kind", ["t5-gated", pytest.param("t5", marks=pytest.mark.slow)])
+def test_an_encoder_decoder_pair(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Claim: of 256 prompts, read by the encoder of a T5 target and of its draft, none differs. Conclusive: as above;
+    all ways to speculate but heads."""
+    target = make_encoder_decoder(tmp_path / "target", kind, seed=1)
+    models = ["--models", str(target), str(make_resembling(tmp_path / "draft", target))]
+    assert main([*models, *"--prompts 256 --tokens 32 --dtypes float32".split()]) == 0
+    assert "8192 tokens with speculation and as many without" in capsys.readouterr().out

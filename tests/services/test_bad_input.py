@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import grpc
 import pytest
@@ -240,21 +241,34 @@ TARGET_CASES = {
 }
 
 
-def target_answers(services: Services, *items, count: int) -> list[target_pb.VerifyResponseItem]:
-    """The target's answers on a stream of its own to one message of items."""
-    with grpc.insecure_channel(services.target.address) as channel:
-        call = channel.stream_stream("/specdec.v1.TargetService/Verify")
+def answers_to(address: str, method: str, request: Any, answer: Any, count: int) -> list[Any]:
+    """A replica's answers on a stream of its own to one message, which stays open until there are `count`: what the
+    caller of an ended stream asked for is not computed."""
+    are_there, answers = threading.Event(), []
 
-        def requests():
-            yield target_pb.VerifyRequest(items=items).SerializeToString()
-            time.sleep(0.5)
+    def requests():
+        yield request.SerializeToString()
+        are_there.wait(30)
 
-        answers: list[target_pb.VerifyResponseItem] = []
-        for data in call(requests(), timeout=10):
-            answers += target_pb.VerifyResponse.FromString(data).items
+    with grpc.insecure_channel(address) as channel:
+        for data in channel.stream_stream(f"/specdec.v1.{method}")(requests(), timeout=30):
+            answers += answer.FromString(data).items
             if len(answers) >= count:
                 break
-        return answers
+        are_there.set()
+    return answers
+
+
+def target_answers(services: Services, *items, count: int) -> list[target_pb.VerifyResponseItem]:
+    """The target's answers on a stream of its own to one message of items."""
+    request = target_pb.VerifyRequest(items=items)
+    return answers_to(services.target.address, "TargetService/Verify", request, target_pb.VerifyResponse, count)
+
+
+def draft_answers(services: Services, *items, count: int) -> list[draft_pb.DraftResponseItem]:
+    """The draft's answers on a stream of its own to one message of items."""
+    request = draft_pb.DraftRequest(items=items)
+    return answers_to(services.draft.address, "DraftService/Draft", request, draft_pb.DraftResponse, count)
 
 
 @pytest.mark.parametrize("case", TARGET_CASES)
@@ -319,15 +333,7 @@ def test_the_draft_answers_bad_items(table_services: Services):
         draft_pb.DraftRequestItem(commit=draft_pb.CommitItem(**commit, suffix_token_ids=[1, 2], window=65)),
         draft_pb.DraftRequestItem(commit=draft_pb.CommitItem(**commit, suffix_token_ids=[1, 9], window=2)),
     ]
-    with grpc.insecure_channel(table_services.draft.address) as channel:
-
-        def requests():
-            yield draft_pb.DraftRequest(items=items).SerializeToString()
-            time.sleep(0.5)
-
-        answers = []
-        for data in channel.stream_stream("/specdec.v1.DraftService/Draft")(requests(), timeout=10):
-            answers += draft_pb.DraftResponse.FromString(data).items
+    answers = draft_answers(table_services, *items, count=3)
     words = [answer.error.message for answer in answers]
     assert len(words) == 3
     assert "suffix_token_ids" in words[0] and "window" in words[1] and "suffix_token_ids[1]" in words[2]

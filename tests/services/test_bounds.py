@@ -302,6 +302,7 @@ def test_a_stream_that_works_in_every_place_gives_up_those_beyond_its_share(plan
         begun_s = time.monotonic()
         until(lambda: occupier.round_count > 1 or working.done())
         until(is_served)
+        until(lambda: bool(occupier.lost) or working.done())  # it reads its answers on a thread of its own
         occupier.over.set()
         working.result(60)
     assert refused_s[-1] > 0 and occupier.round_count > 5

@@ -31,6 +31,7 @@ from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import target_service_pb2_grpc as target_pb_grpc
 from specdec.v1 import types_pb2 as types_pb
+from tests.support.encoder_decoder_models import START, PairReference, make_encoder_decoder
 from tests.support.engine_models import make_tiny_model, model_class, random_tokens
 
 HEAD_COUNT, HIDDEN_SIZE, VOCABULARY_SIZE = 3, 64, 288
@@ -68,13 +69,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
 
 
-@pytest.fixture(scope="module")
-def heads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random heads of the model, each of them sure of some tokens."""
+def drawn_heads() -> Heads:
+    """Random heads, each of them sure of some tokens."""
     own = Heads(HEAD_COUNT, HIDDEN_SIZE).requires_grad_(False)
     own.weight.copy_(torch.randn(own.weight.shape, generator=torch.Generator().manual_seed(7)) / 4)
+    return own
+
+
+@pytest.fixture(scope="module")
+def heads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of the model."""
     folder = tmp_path_factory.mktemp("heads")
-    save_heads(own, folder, open_model_folder(str(model)).digest())
+    save_heads(drawn_heads(), folder, open_model_folder(str(model)).digest())
     return folder
 
 
@@ -255,3 +261,32 @@ def test_heads_of_another_target_and_no_heads_are_refused_before_serving(
         with pytest.raises(ConfigError) as refused, target(folder, own):
             pass
         assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["t5-gated", "t5-gated-tied"])
+def test_an_encoder_decoder_proposes_after_its_output(kind: str, tmp_path: Path) -> None:
+    """Claim: the proposals of such a target are those of its decoder's last committed row, after chains of every
+    accepted length, with an output layer of its own and with one that scales its rows. Conclusive: `transformers` and
+    the paper's formula, with an input that the rows see by cross attention alone."""
+    folder = make_encoder_decoder(tmp_path / "t5", kind, seed=1)
+    save_heads(drawn_heads(), tmp_path, open_model_folder(str(folder)).digest())
+    plain = PairReference(folder).model
+    scale = plain.config.d_model**-0.5 if plain.config.scale_decoder_outputs else 1.0
+    weights = {name: value.float() for name, value in load_file(tmp_path / "heads.safetensors").items()}
+    source = random_tokens(17, 5)
+    prompt = [*source, START, 9]
+    params = ResolvedSamplingParams(Rule.GREEDY, 1, len(prompt), temperature=0.0, encoder_length=len(source))
+    with stream(folder, tmp_path) as own:
+        text = continuation(own, 1, params, prompt)
+        for length in range(len(DRAFT) + 1):
+            wrong = [(token + 1) % VOCABULARY_SIZE for token in text[length : len(DRAFT)]]
+            draft = (*text[:length], *wrong)
+            ask = Verification(90 + length, 1, 0, len(prompt), tuple(prompt), draft, wants_heads=True)
+            (answer,) = own.ask(opened(90 + length, params), ask)
+            output = [*prompt[len(source) :], *text[:length]]
+            with torch.inference_mode():
+                encoded = plain.encoder(torch.tensor([source])).last_hidden_state
+                x = plain.decoder(torch.tensor([output]), encoder_hidden_states=encoded).last_hidden_state[0, -1]
+                each = [x + silu(x @ weights["weight"][head] + weights["bias"][head]) for head in range(HEAD_COUNT)]
+                rows = plain.lm_head(scale * torch.stack(each))[..., :VOCABULARY_SIZE]
+            check_proposals(answer.output.head_proposals, rows.softmax(-1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,18 @@ def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
         if value is not None:
             tensors[name.replace("__", ".")] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_resembling(folder: Path, model: Path) -> Path:
+    """A model whose weights are near those of another one: they often agree."""
+    shutil.copytree(model, folder)
+    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(3)
+    tensors = {
+        name: weight + 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
+        for name, weight in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
 
 
 class PairReference:

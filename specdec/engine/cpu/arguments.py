@@ -303,6 +303,11 @@ class StepModel:
         for index in range(model.layer_count):
             self._check_layer(index)
 
+    @property
+    def has_cross(self) -> bool:
+        """Whether its layers attend to what lies before the first position that a row sees, too."""
+        return bool(self.struct.layers[0].cross_queries.panels)
+
     def _check_weight(self, name: str, weight: WeightStruct, out_size: int, in_size: int) -> None:
         if not weight.panels:
             refuse(f"{name}.panels", None, "those of a packed weight")
@@ -316,9 +321,12 @@ class StepModel:
             "qkv": (size + 2 * model.kv_heads * model.head_size, hidden),
             "out": (hidden, size),
             "gate": (between, hidden),
-            "up": (between, hidden),
             "down": (hidden, between),
         }
+        if layer.up.panels:
+            weights["up"] = between, hidden
+        if self.has_cross or layer.cross_queries.panels:
+            weights |= {"cross_queries": (size, hidden), "cross_out": (hidden, size)}
         for name, sizes in weights.items():
             self._check_weight(f"{name} of layer {index}", getattr(layer, name), *sizes)
         if bool(layer.cosines) != bool(layer.sines):

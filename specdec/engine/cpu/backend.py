@@ -18,12 +18,14 @@ from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.backend import Compute, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
 from specdec.engine.cpu import kernels as native
 from specdec.engine.cpu.encoder_decoder import KernelStacks, run_stacks
+from specdec.engine.cpu.encoder_decoder_call import StackCalls, native_stacks, stack_calls
 from specdec.engine.cpu.fallback import PlainOutput, run_rows
 from specdec.engine.cpu.kernels import Kernels, LayerCache, Rows, kernels
 from specdec.engine.cpu.llama import LlamaModel, llama_model
 from specdec.engine.cpu.plan import StackRows, StepPlan, divide_rows, plan_step
 from specdec.engine.cpu.products import KernelProduct, OutputLayer, replace_modules
 from specdec.engine.cpu.storage import CpuStorage
+from specdec.engine.encoder_decoder import EncoderDecoder
 from specdec.engine.interface import RaggedBatch, StepAbandoned, StepFlag, StepOutput
 from specdec.engine.loading.devices import keep_freed_memory
 from specdec.engine.packed import PackedWeight, unpack_linears
@@ -84,7 +86,7 @@ class CpuBackend:
         self._kernels = kernels()
         self._storage: CpuStorage | None = None
         self._caches: list[LayerCache] = []  # its layers
-        self._call: LlamaModel | None = None
+        self._call: LlamaModel | StackCalls | None = None
         self._output: nn.Module | None = None  # that the call computes itself
 
     def replace_modules(self, base: nn.Module) -> None:
@@ -112,10 +114,12 @@ class CpuBackend:
             )
             for rule in shape.rules
         }
-        if self._kernels and not shape.has_encoder:
+        sizes = shape, self._dtype, self._positions_max, ids_end
+        if self._kernels and isinstance(base, EncoderDecoder):
+            self._call = stack_calls(self._kernels, base, output, *sizes, self._rules)
+        elif self._kernels:
             split = next((module for module in base.modules() if isinstance(module, RankSum)), None)
             self._output = None if split else output
-            sizes = shape, self._dtype, self._positions_max, ids_end
             self._call = llama_model(self._kernels, base, self._output, *sizes, split.total_of if split else None)
 
     @property
@@ -154,7 +158,7 @@ class CpuBackend:
         if self._kernels is None:
             return run_rows(plan, storage, should_abandon, compute)
         rows = self._kernels.rows(block_count=storage.block_count, block_size=storage.block_size, **plan.rows._asdict())
-        if self._call and (should_abandon is None or isinstance(should_abandon, StepFlag)):
+        if isinstance(self._call, LlamaModel) and (should_abandon is None or isinstance(should_abandon, StepFlag)):
             call = NativeStep(self._call, rows, should_abandon, self._output)
             return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, None, call))
         attention = KernelAttention(self._kernels, self._caches, self._rules, rows, should_abandon)
@@ -163,10 +167,14 @@ class CpuBackend:
     def _compute_stacks(
         self, storage: CpuStorage, plan: StepPlan, stacks: StackRows, batch: RaggedBatch, compute: Compute
     ) -> StepResult:
-        """Runs a planned step of an encoder-decoder model, module by module."""
+        """Runs a planned step of an encoder-decoder model: on the kernels in a call a stack, or module by module."""
         if self._kernels is None:
             return run_stacks(plan, stacks, storage, batch.should_abandon, compute)
-        attention = KernelStacks(self._kernels, self._caches, self._rules, stacks, batch.should_abandon)
+        flag = batch.should_abandon
+        if isinstance(self._call, StackCalls) and (flag is None or isinstance(flag, StepFlag)):
+            call = native_stacks(self._call, self._kernels, self._caches, stacks, flag)
+            return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, None, call))
+        attention = KernelStacks(self._kernels, self._caches, self._rules, stacks, flag)
         return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, attention))
 
     def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from specdec.engine.backend import Compute, StepResult
 from specdec.engine.cpu import kernels as native
 from specdec.engine.cpu.fallback import RowAttention, bias_at, run_parts, write_slots
 from specdec.engine.cpu.kernels import Kernels, LayerCache, Rows
-from specdec.engine.cpu.plan import RowArrays, StackRows, StepPlan
+from specdec.engine.cpu.plan import RowArrays, StackRows, StepPlan, rows_before
 from specdec.engine.cpu.storage import CpuStorage
 from specdec.engine.interface import StepAbandoned
 
@@ -38,20 +38,20 @@ class KernelStacks:
         stacks: StackRows,
         should_abandon: ShouldAbandon,
     ):
-        block_size = caches[0].struct.block_size
-        sizes = {"block_count": caches[0].struct.block_count, "block_size": block_size}
-
-        def rows_of(arrays: RowArrays) -> Rows:
-            return kernels.rows(**sizes, **arrays._asdict())
-
         common = kernels, caches, rules, should_abandon
         self.encoder: KernelEncoder | None = None
         self.decoder: KernelDecoder | None = None
-        if len(stacks.encoder_index):
-            self.encoder = KernelEncoder(*common, stacks.encoder_index, rows_of(stacks.encoder))
-        if len(stacks.decoder_index):
-            decoder = stacks.decoder_index, rows_of(stacks.decoder), rows_of(stacks.cross)
-            self.decoder = KernelDecoder(*common, *decoder)
+        if stacks.encoder is not None:
+            rows = rows_on(kernels, caches[0], stacks.encoder)
+            self.encoder = KernelEncoder(*common, stacks.encoder_index, rows)
+        if stacks.decoder is not None:
+            pair = (rows_on(kernels, caches[0], arrays) for arrays in (stacks.decoder, rows_before(stacks.decoder)))
+            self.decoder = KernelDecoder(*common, stacks.decoder_index, *pair)
+
+
+def rows_on(kernels: Kernels, cache: LayerCache, arrays: RowArrays) -> Rows:
+    """Returns planned rows for caches of this one's size."""
+    return kernels.rows(block_count=cache.struct.block_count, block_size=cache.struct.block_size, **arrays._asdict())
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +165,16 @@ def run_stacks(
     `StepResult`."""
 
     parts: list[tuple[int, int, PlainStacks]] = []
-    rows = stacks.encoder_index.tolist()
-    for _, run in groupby(range(len(rows)), stacks.encoder.sequence.tolist().__getitem__):
-        own = [*run]
-        encoder = PlainEncoder(storage, stacks.encoder, slice(own[0], own[-1] + 1), should_abandon)
-        parts.append((rows[own[0]], len(own), PlainStacks(encoder, None)))
-    for index, row in enumerate(stacks.decoder_index.tolist()):
-        own_rows = RowAttention(storage, stacks.decoder, index, should_abandon)
-        decoder = PlainDecoder(own_rows, RowAttention(storage, stacks.cross, index))
-        parts.append((row, 1, PlainStacks(None, decoder)))
+    if stacks.encoder is not None:
+        rows = stacks.encoder_index.tolist()
+        for _, run in groupby(range(len(rows)), stacks.encoder.sequence.tolist().__getitem__):
+            own = [*run]
+            encoder = PlainEncoder(storage, stacks.encoder, slice(own[0], own[-1] + 1), should_abandon)
+            parts.append((rows[own[0]], len(own), PlainStacks(encoder, None)))
+    if stacks.decoder is not None:
+        before = rows_before(stacks.decoder)
+        for index, row in enumerate(stacks.decoder_index.tolist()):
+            own_rows = RowAttention(storage, stacks.decoder, index, should_abandon)
+            decoder = PlainDecoder(own_rows, RowAttention(storage, before, index))
+            parts.append((row, 1, PlainStacks(None, decoder)))
     return run_parts(plan, sorted(parts, key=itemgetter(0)), compute)

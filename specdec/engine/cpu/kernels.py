@@ -295,6 +295,8 @@ class Kernels:
         if last >= model.struct.positions_max:
             refuse("the last position", last, f"below {model.struct.positions_max}, the model's")
         rows.check_cache("the cache", model.struct.layers[0].cache)
+        if model.has_cross and (rows.first is None or not rows.first.all()):
+            refuse("first of a row", 0, "1 or more: the model attends to what lies before it")
         code: int = self._library.sd_step(model.struct, rows.struct, arguments.struct, torch.get_num_threads())
         return code
 

@@ -155,7 +155,7 @@ class Probe:
     @torch.inference_mode()
     def run_modules(self, base: nn.Module) -> Tensor:
         """Returns the last hidden states of the modules. [tokens, hidden]"""
-        self._caches, ids = self._new_caches(), self.ids[None]
+        self._caches, ids = new_caches(self._shape, self._dtype), self.ids[None]
         hidden: Tensor = base(input_ids=ids, position_ids=ids, use_cache=False, plan=self).last_hidden_state[0]
         return hidden
 
@@ -171,15 +171,21 @@ class Probe:
     @torch.inference_mode()
     def agrees(self, model: LlamaModel, expected: Tensor) -> bool:
         """Whether the call gives the same bits. Leaves the model without caches."""
-        model.attach(self._new_caches())
+        model.attach(new_caches(self._shape, self._dtype))
         hidden = model.step(self.rows, self.ids, self.ids, keeps_hidden=True).hidden
-        return hidden is not None and torch.equal(hidden.view(torch.uint8), expected.contiguous().view(torch.uint8))
+        return hidden is not None and are_same(hidden, expected)
 
-    def _new_caches(self) -> list[LayerCache]:
-        shape = self._shape
-        sizes = (
-            (1, shape.kv_head_count, shape.head_size, PROBED_BLOCK),
-            (1, shape.kv_head_count, PROBED_BLOCK, shape.head_size),
-        )
-        pairs = [[torch.zeros(size, dtype=self._dtype) for size in sizes] for _ in range(shape.layer_count)]
-        return [LayerCache(*pair) for pair in pairs]
+
+def new_caches(shape: AttentionShape, dtype: torch.dtype) -> list[LayerCache]:
+    """Returns caches of one block for a probe, zeroed."""
+    sizes = (
+        (1, shape.kv_head_count, shape.head_size, PROBED_BLOCK),
+        (1, shape.kv_head_count, PROBED_BLOCK, shape.head_size),
+    )
+    pairs = [[torch.zeros(size, dtype=dtype) for size in sizes] for _ in range(shape.layer_count)]
+    return [LayerCache(*pair) for pair in pairs]
+
+
+def are_same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors of one type have the same bits."""
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))

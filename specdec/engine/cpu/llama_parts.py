@@ -36,6 +36,7 @@ LAYER_NORMS: dict[frozenset[str], tuple[str | None, str | None, str | None, str 
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     )
 }
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 SPLIT_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -52,6 +53,25 @@ class ModelParts:
     layers: Any  # an array of LayerStruct
     kept: list[object] = field(default_factory=list)
     embed: Callable[[Tensor], Tensor] | None = None
+
+
+def empty_parts(
+    layer_count: int, norm: nn.Module, shape: AttentionShape, dtype: torch.dtype, positions_max: int, ids_end: int
+) -> ModelParts:
+    """Returns the structures of a model whose layers are to be filled. `norm`: the last. Raises UnknownPart."""
+    layers = (structs.LayerStruct * layer_count)()
+    struct = structs.ModelStruct(
+        layers=layers,
+        layer_count=layer_count,
+        heads=shape.head_count,
+        kv_heads=shape.kv_head_count,
+        head_size=shape.head_size,
+        type=TYPES[dtype],
+        last=norm_struct(norm),
+        positions_max=positions_max,
+        vocabulary_size=ids_end,
+    )
+    return ModelParts(struct, layers)
 
 
 class PackedEmbedding(nn.Module):
@@ -87,20 +107,10 @@ def model_parts(
     modules = list(its.layers)
     if len(rules) != len(modules) or any(type(rule) is not ScoreRule for rule in rules):
         raise UnknownPart(f"{len(modules)} layers attend {len(rules)} times")
-    layers = (structs.LayerStruct * len(modules))()
-    struct = structs.ModelStruct(
-        layers=layers,
-        layer_count=len(modules),
-        heads=shape.head_count,
-        kv_heads=shape.kv_head_count,
-        head_size=shape.head_size,
-        type=TYPES[dtype],
-        last=norm_struct(its.norm),
-        positions_max=positions_max,
-        vocabulary_size=ids_end,
-    )
+    parts = empty_parts(len(modules), its.norm, shape, dtype, positions_max, ids_end)
+    struct, layers = parts.struct, parts.layers
     angles = angles_of(its.rotary_emb, struct)
-    parts = ModelParts(struct, layers, [base, output, angles])
+    parts.kept += [base, output, angles]
     for index, (module, rule) in enumerate(zip(modules, rules)):
         fill_layer(parts, index, module, rule)
         if getattr(module.self_attn, "use_rope", True):
@@ -113,7 +123,7 @@ def model_parts(
 
 def fill_layer(parts: ModelParts, index: int, module: Any, rule: ScoreRule) -> None:
     """Fills the structure of a layer from its module, and the sizes of the model."""
-    struct, layer = parts.struct, parts.layers[index]
+    layer = parts.layers[index]
     names = children_of(module)
     norms = LAYER_NORMS.get(frozenset(names - {"self_attn", "mlp"}))
     if norms is None:
@@ -125,11 +135,17 @@ def fill_layer(parts: ModelParts, index: int, module: Any, rule: ScoreRule) -> N
     fill_attention(parts, layer, module.self_attn)
     fill_mlp(parts, layer, module.mlp)
     layer.rule = structs.RuleStruct(rule.scaling, rule.softcap or 0.0, rule.window or 0)
+    set_sizes(parts, index, module.mlp, float(getattr(module, "residual_multiplier", 1.0)))
+
+
+def set_sizes(parts: ModelParts, index: int, mlp: nn.Module, residual_scale: float) -> None:
+    """Sets the model's sizes from a layer whose products are set. Raises UnknownPart if an earlier one has others."""
+    struct, layer = parts.struct, parts.layers[index]
     sizes = {
         "hidden_size": layer.qkv.in_size,
         "intermediate_size": layer.down.in_size,
-        "activation": activation_of(module.mlp),
-        "residual_scale": float(getattr(module, "residual_multiplier", 1.0)),
+        "activation": activation_of(mlp),
+        "residual_scale": residual_scale,
     }
     for name, value in sizes.items():
         before = getattr(struct, name)
@@ -203,7 +219,7 @@ def angles_of(table: nn.Module, struct: structs.ModelStruct) -> dict[str | None,
 
 def fill_mlp(parts: ModelParts, layer: structs.LayerStruct, mlp: Any) -> None:
     """Fills the products of an MLP; one of gate and up together is seen as two."""
-    names = children_of(mlp) - {"act_fn", "activation_fn"}
+    names = children_of(mlp) - {*ACTIVATION_NAMES}
     layer.down = weight_struct(mlp.down_proj) if "down_proj" in names else structs.WeightStruct()
     if names == {"gate_proj", "up_proj", "down_proj"}:
         layer.gate, layer.up = weight_struct(mlp.gate_proj), weight_struct(mlp.up_proj)
@@ -239,21 +255,32 @@ def fill_embedding(parts: ModelParts, base: Any, output: nn.Module | None, dtype
     if not isinstance(embedding, nn.Embedding):  # split over ranks
         parts.embed = lambda ids: embedding(ids) * later if later != 1 else embedding(ids)
         return
-    table = embedding.weight.detach()
     scale = getattr(embedding, "embed_scale", None)
     if scale is not None:
         if later != 1:
             raise UnknownPart("its embeddings are scaled twice")
-        scale = scale.to(table.dtype)
+        scale = scale.to(embedding.weight.dtype)
         struct.embedding_scale = float(scale)
-    if table.dtype != dtype or not table.is_contiguous() or struct.vocabulary_size > len(table):
-        raise UnknownPart("its embeddings are of another type than the model")
+    table = table_of(embedding, struct, dtype)
     tied = PackedEmbedding(output.kernels, output.weight, dtype, scale) if isinstance(output, OutputLayer) else None
     if tied and struct.vocabulary_size <= tied.packed.out_size and holds(tied, table):
         base.embed_tokens = tied
         return
+    set_table(parts, table)
+
+
+def table_of(embedding: nn.Embedding, struct: structs.ModelStruct, dtype: torch.dtype) -> Tensor:
+    """Returns the table of embeddings, as the call reads it. Raises UnknownPart."""
+    table = embedding.weight.detach()
+    if table.dtype != dtype or not table.is_contiguous() or struct.vocabulary_size > len(table):
+        raise UnknownPart("its embeddings are of another type than the model")
+    return table
+
+
+def set_table(parts: ModelParts, table: Tensor) -> None:
+    """Sets the table of embeddings."""
     parts.kept.append(table)
-    struct.embedding = table.data_ptr()
+    parts.struct.embedding = table.data_ptr()
 
 
 @torch.inference_mode()
@@ -287,7 +314,7 @@ def weight_struct(module: Any) -> structs.WeightStruct:
 
 def activation_of(mlp: Any) -> int:
     """Returns the number of an MLP's activation."""
-    activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    activation = next((getattr(mlp, name) for name in ACTIVATION_NAMES if hasattr(mlp, name)), None)
     if not isinstance(activation, Activation):
         raise UnknownPart(f"its activation is a {type(activation).__name__}")
     return ACTIVATIONS[activation.name]

@@ -18,6 +18,7 @@ import torch
 from specdec.engine.interface import Chunk, RaggedBatch
 
 NONE = numpy.zeros(0, dtype=numpy.int32)
+NO_INDEX = torch.zeros(0, dtype=torch.int64)
 
 
 class RowArrays(NamedTuple):
@@ -90,47 +91,47 @@ def plan_step(batch: RaggedBatch, block_size: int) -> StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StackRows:
-    """The rows of a step of an encoder-decoder model. An encoder's row sees its whole input; a decoder's sees the cells
-    from its input's end on, and in cross attention the input's. `encoder_index`, `decoder_index` [rows] int64: which
-    rows of the step they are."""
+    """The rows of a step of an encoder-decoder model; None: there are none. An encoder's row sees its whole input; a
+    decoder's sees the cells from its input's end on, and in cross attention the input's (`rows_before`).
+    `encoder_index`, `decoder_index` [rows] int64: which rows of the step they are."""
 
-    encoder: RowArrays
-    decoder: RowArrays
-    cross: RowArrays
+    encoder: RowArrays | None
+    decoder: RowArrays | None
     encoder_index: torch.Tensor
     decoder_index: torch.Tensor
+
+    @property
+    def cross(self) -> RowArrays | None:
+        """The decoder's rows as cross attention sees them."""
+        return None if self.decoder is None else rows_before(self.decoder)
 
 
 def divide_rows(batch: RaggedBatch, rows: RowArrays) -> StackRows:
     """Returns the rows of both stacks of a planned step whose chunks `check_inputs` has passed. Pure."""
     lengths = numpy.array([chunk.encoder_length for chunk in batch.chunks], dtype=numpy.int32)[rows.sequence]
+    decoder = rows._replace(first=lengths)
     is_input = rows.position < lengths
+    if not is_input.any():
+        return StackRows(None, decoder, NO_INDEX, torch.arange(len(lengths)))
+    index, other = is_input.nonzero()[0], (~is_input).nonzero()[0]
+    stacks = rows_before(_some(decoder, index)), _some(decoder, other) if len(other) else None
+    return StackRows(*stacks, torch.from_numpy(index), torch.from_numpy(other))
 
-    def chosen(index: numpy.ndarray, first: numpy.ndarray, base: numpy.ndarray, has_paths: bool) -> RowArrays:
-        path_start = numpy.zeros(len(index) + 1, numpy.int64)
-        if has_paths:
-            (rows.path_start[index + 1] - rows.path_start[index]).cumsum(out=path_start[1:])
-        return RowArrays(
-            rows.sequence[index],
-            rows.position[index],
-            rows.slot[index],
-            base[index],
-            path_start,
-            rows.path if has_paths else NONE,  # rows of an input have no paths
-            rows.table_start,
-            rows.table,
-            first[index],
-        )
 
-    encoder, decoder = is_input.nonzero()[0], (~is_input).nonzero()[0]
-    none = numpy.zeros_like(lengths)
-    return StackRows(
-        chosen(encoder, none, lengths, False),
-        chosen(decoder, lengths, rows.base, True),
-        chosen(decoder, none, lengths, False),
-        torch.from_numpy(encoder),
-        torch.from_numpy(decoder),
-    )
+def rows_before(rows: RowArrays) -> RowArrays:
+    """Returns the rows as they see the positions before the first that they see."""
+    assert rows.first is not None
+    count = len(rows.position)
+    first, path_start = numpy.zeros(count, numpy.int32), numpy.zeros(count + 1, numpy.int64)
+    return rows._replace(base=rows.first, first=first, path_start=path_start, path=NONE)
+
+
+def _some(rows: RowArrays, index: numpy.ndarray) -> RowArrays:
+    """Returns some rows, in their order; the others have no paths, or none of these has."""
+    path_start = numpy.zeros(len(index) + 1, numpy.int64)
+    (rows.path_start[index + 1] - rows.path_start[index]).cumsum(out=path_start[1:])
+    arrays = {name: getattr(rows, name)[index] for name in ("sequence", "position", "slot", "base", "first")}
+    return rows._replace(path_start=path_start, **arrays)
 
 
 def _add_nodes(

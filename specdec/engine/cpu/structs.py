@@ -100,12 +100,16 @@ class LayerStruct(ctypes.Structure):
         ("key", NormStruct),
         ("qkv", WeightStruct),
         ("out", WeightStruct),
+        ("before_cross", NormStruct),
+        ("cross_queries", WeightStruct),
+        ("cross_out", WeightStruct),
         ("gate", WeightStruct),
         ("up", WeightStruct),
         ("down", WeightStruct),
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("rule", RuleStruct),
+        ("cross_rule", RuleStruct),
         ("cache", CacheStruct),
     ]
 

@@ -305,7 +305,7 @@ WRONG_MODELS: dict[str, tuple[Callable[[ModelStruct], object], str]] = {
         lambda m: setattr(m, "intermediate_size", 6),
         r"gate of layer 0 is \[5, 6\]; it must be \[6, 6\]",
     ),
-    "no packed weight": (lambda m: setattr(m.layers[0].up, "panels", None), "up of layer 0.panels is None"),
+    "no packed weight": (lambda m: setattr(m.layers[0].gate, "panels", None), "gate of layer 0.panels is None"),
     "cosines without sines": (lambda m: setattr(m.layers[0], "cosines", 64), "cosines and sines of layer 0"),
     "a cache of another type": (lambda m: setattr(m.layers[0].cache, "type", 1), "cache of layer 0 is"),
     "an embedding of another type": (lambda m: setattr(m.output, "type", 1), "output.type, without an embedding, is 1"),

@@ -78,19 +78,23 @@ typedef struct {
     int64_t bias_reach;
 } sd_rule;
 
-// One decoder layer of the Llama family; the order of operations is that of `transformers`. A norm whose gain is NULL
-// is left out.
+// One layer of the Llama family, or of a stack of T5; the order of operations is that of `transformers`. A norm whose
+// gain is NULL is left out; so are cross attention and `up` without panels. Cross attention of a row is that to the
+// positions of its cache before the first that it sees.
 typedef struct {
     sd_norm before_attention, after_attention, before_mlp, after_mlp;  // after_*: on the output, before the residual
     sd_norm query, key;                                                // of each head, before the rotation
     sd_weight qkv;      // queries of all heads, keys, values
     sd_weight out;      // [hidden, heads * head_size]
+    sd_norm before_cross;
+    sd_weight cross_queries;  // queries of all heads
+    sd_weight cross_out;      // [hidden, heads * head_size]
     sd_weight gate, up; // [intermediate, hidden]
     sd_weight down;     // [hidden, intermediate]
     // [positions, rotated_size] of the model's type, of which the first half of the cosines and the second of the sines
     // are read; NULL: no rotation.
     const void *cosines, *sines;
-    sd_rule rule;
+    sd_rule rule, cross_rule;
     sd_cache cache;
 } sd_layer;
 
@@ -124,7 +128,7 @@ typedef struct {
     sd_exchange exchange;       // NULL: one rank
 } sd_step_arguments;
 
-// SD_OUT_OF_RANGE: an id, a position or a row of logits does not exist.
+// SD_OUT_OF_RANGE: an id, a position, a row of logits or the positions of cross attention do not exist.
 enum { SD_DONE = 0, SD_ABANDONED = 1, SD_EXCHANGE_FAILED = 2, SD_NO_MEMORY = 3, SD_OUT_OF_RANGE = 4 };
 
 // Version of the order of sums: increases with each change by which a result has other bits.

@@ -1,8 +1,9 @@
-// One step of a model of the Llama family: all layers and the output layer, one program of the pool.
+// One step of a model of the Llama family, or of a stack of T5: all layers and the output layer, one program of the pool.
 //
 // Every number is computed as the separate kernels compute it, in the order of `transformers`, and each operation's
 // result is rounded to the model's type; so a row has the bits that single calls of the kernels give it. A layer has
-// eight jobs: products, shared by panels, attention by (row tile, head), the rest by rows; the caller does small ones.
+// eight jobs, and four more of cross attention: products, shared by panels, attention by (row tile, head), the rest by
+// rows; the caller does small ones.
 #ifndef SPECDEC_STEP_H
 #define SPECDEC_STEP_H
 
@@ -29,8 +30,12 @@ typedef struct {
     char *qkv, *attended, *gate, *up;   // [rows, sizes of the layer]
     char *chosen;                       // [logits, hidden]: inputs of the output layer
     float *partial;                     // [rows, hidden]: a rank's part of a product
+    sd_rows before;                     // the rows as cross attention sees them: [0, first)
     // Of the job at hand.
     const sd_layer *layer;
+    const sd_weight *queries;               // of an attention: queries, or queries, keys and values
+    const sd_rows *seen;                    // the rows as it sees them
+    const sd_rule *rule;
     const sd_weight *weight;                // of a product that is added to the residual; NULL: there is none yet
     const sd_norm *norm_of_sums, *norm_of_x;  // before that sum, and after it
     const char *input;                      // of the product
@@ -41,6 +46,20 @@ INLINE char *take_bytes(char *arena, int64_t *used, int64_t bytes) {
     char *found = arena ? arena + *used : NULL;
     *used += (bytes + STEP_ALIGNMENT - 1) / STEP_ALIGNMENT * STEP_ALIGNMENT;
     return found;
+}
+
+INLINE int32_t has_cross(const sd_model *model) { return model->layers[0].cross_queries.panels != NULL; }
+
+// The rows that see what lies before the first position of these; their numbers are placed in an arena.
+static sd_rows rows_before(const sd_rows *rows, char *arena, int64_t *used) {
+    sd_rows before = *rows;
+    int64_t bytes = (rows->count + 1) * (int64_t)sizeof(int64_t);
+    char *zeros = take_bytes(arena, used, bytes);
+    if (zeros) memset(zeros, 0, (size_t)bytes);
+    before.base = rows->first;
+    before.first = (const int32_t *)zeros;
+    before.path_start = (const int64_t *)zeros;
+    return before;
 }
 
 // Places the buffers of a step in an arena; returns its bytes.
@@ -59,6 +78,7 @@ static int64_t place_buffers(step_state *step, char *arena) {
     step->up = take_bytes(arena, &used, rows * model->intermediate_size * item);
     step->chosen = take_bytes(arena, &used, step->asked->logit_count * model->hidden_size * item);
     step->partial = (float *)take_bytes(arena, &used, step->asked->exchange ? rows * model->hidden_size * 4 : 0);
+    if (has_cross(model)) step->before = rows_before(step->rows, arena, &used);
     return used;
 }
 
@@ -191,9 +211,9 @@ static void keys_job(void *argument, sd_thread part) {
                step->qkv_size, single);
 }
 
-static void qkv_job(void *argument, sd_thread part) {
+static void queries_job(void *argument, sd_thread part) {
     const step_state *step = argument;
-    const sd_weight *weight = &step->layer->qkv;
+    const sd_weight *weight = step->queries;
     panel_share own = own_panels(weight, step->rows->count, part);
     product_part(weight, step->input, step->model->type, weight->in_size, step->qkv, step->model->type, step->qkv_size,
                  step->rows->count, own.first_panel, own.end_panel);
@@ -201,7 +221,7 @@ static void qkv_job(void *argument, sd_thread part) {
 
 static void attention_job(void *argument, sd_thread part) {
     const step_state *step = argument;
-    attend_part(&step->layer->cache, step->rows, &step->layer->rule, step->model->heads, step->qkv, step->qkv_size,
+    attend_part(&step->layer->cache, step->seen, step->rule, step->model->heads, step->qkv, step->qkv_size,
                 step->attended, step->attended_size, step->team.threads, part);
 }
 
@@ -212,29 +232,49 @@ static void gate_job(void *argument, sd_thread part) {
     int32_t type = step->model->type;
     panel_share own = own_panels(&layer->gate, rows, part);
     product_part(&layer->gate, step->input, type, size, step->gate, type, wide, rows, own.first_panel, own.end_panel);
-    product_part(&layer->up, step->input, type, size, step->up, type, wide, rows, own.first_panel, own.end_panel);
+    const int has_up = layer->up.panels != NULL;
+    if (has_up)
+        product_part(&layer->up, step->input, type, size, step->up, type, wide, rows, own.first_panel, own.end_panel);
     for (int64_t r = 0; r < rows; r++) {
         char *gate = item_of(step->gate, r * wide + own.first, type);
         activate_row(step->model->activation, gate, gate, type, own.count);
-        multiply_row(gate, item_of(step->up, r * wide + own.first, type), 1, own.count, type);
+        if (has_up) multiply_row(gate, item_of(step->up, r * wide + own.first, type), 1, own.count, type);
     }
+}
+
+// The product of the queries of an attention of the layer, of the residual's norm.
+static void multiply_queries(step_state *step, const sd_norm *norm, const sd_weight *weight) {
+    step->input = add_sums(step, norm);
+    step->queries = weight;
+    sd_share(&step->team, queries_job, step, product_parts(weight, step->rows->count, step->team.threads));
+}
+
+// Attention to what the layer's cache holds for these rows, up to its last product, which `add_sums` adds. Returns SD_*.
+static int32_t attend_in(step_state *step, const sd_rows *seen, const sd_rule *rule, const sd_weight *out,
+                         const sd_norm *after) {
+    step->seen = seen;
+    step->rule = rule;
+    sd_share(&step->team, attention_job, step, attention_parts(step->team.threads));
+    return sum_product(step, out, after, step->attended);
 }
 
 // Up to the product that ends the layer, which `add_sums` adds. Returns SD_*.
 static int32_t run_layer(step_state *step, const sd_layer *layer) {
+    static const sd_norm none = {0};
     const sd_team *team = &step->team;
     const volatile int32_t *is_abandoned = step->asked->is_abandoned;
-    int64_t rows = step->rows->count;
-    step->input = add_sums(step, &layer->before_attention);
     step->layer = layer;
-    sd_share(team, qkv_job, step, product_parts(&layer->qkv, rows, team->threads));
+    multiply_queries(step, &layer->before_attention, &layer->qkv);
     if (is_abandoned && *is_abandoned) return SD_ABANDONED;
     sd_share(team, keys_job, step, row_parts(step, step->qkv_size));
-    sd_share(team, attention_job, step, attention_parts(team->threads));
-    int32_t result = sum_product(step, &layer->out, &layer->after_attention, step->attended);
+    int32_t result = attend_in(step, step->rows, &layer->rule, &layer->out, &layer->after_attention);
+    if (result == SD_DONE && has_cross(step->model)) {
+        multiply_queries(step, &layer->before_cross, &layer->cross_queries);
+        result = attend_in(step, &step->before, &layer->cross_rule, &layer->cross_out, &none);
+    }
     if (result != SD_DONE) return result;
     step->input = add_sums(step, &layer->before_mlp);
-    sd_share(team, gate_job, step, product_parts(&layer->gate, rows, team->threads));
+    sd_share(team, gate_job, step, product_parts(&layer->gate, step->rows->count, team->threads));
     return sum_product(step, &layer->down, &layer->after_mlp, step->gate);
 }
 
@@ -288,6 +328,8 @@ static int32_t run_step(step_state *step) {
 static int32_t is_within(const sd_model *model, const sd_rows *rows, const sd_step_arguments *asked) {
     int32_t has_table = model->embedding || (model->output.panels && model->vocabulary_size <= model->output.out_size);
     if (!asked->inputs && !has_table) return 0;
+    for (int64_t r = 0; has_cross(model) && r < rows->count; r++)
+        if (!rows->first || rows->first[r] < 1) return 0;
     for (int64_t r = 0; r < rows->count; r++) {
         if (rows->position[r] < 0 || rows->position[r] >= model->positions_max) return 0;
         if (!asked->inputs && (asked->ids[r] < 0 || asked->ids[r] >= model->vocabulary_size)) return 0;
