@@ -110,11 +110,13 @@ INLINE v16 pairs_of_bytes(const int8_t *bytes) {
 
 // Units of x that multiply one line of values.
 INLINE int line_units(const int kind) {
+    if (are_widened(kind)) return 1;
     return (kind == BY_INT4 || kind == BY_INT4_PAIRS ? 8 : 4) / (are_pairs(kind) ? 2 : 1);
 }
 
 // The values of unit `index` of a line. `common`: zero, or the table of pairs.
 INLINE v16 values_at(const int kind, const char *line, int index, v16 common) {
+    if (are_widened(kind)) return v16_load((const float *)line);
     if (kind == BY_INT4) return v16_of_words((const uint32_t *)line, index, common);
     if (kind == BY_INT8) return v16_of_bytes((const int8_t *)line + index / 2 * 32, index % 2);
 #if defined(__AVX512BF16__)
@@ -132,21 +134,24 @@ INLINE v16 common_of(const int kind, float zero) {
     return v16_all(zero);
 }
 
+// A loop of a constant number of turns, of TILE_ROWS at most, that is unrolled: what it indexes may stay in registers.
+#define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); i++)
+
 // Adds a group of one panel to its sums, which lie in memory: registers hold those of the group.
 INLINE void end_group(const int rows, const int p, const tile *t, int64_t group,
                       const v16 parts[TILE_ROWS][PANELS_MAX]) {
-    const char *panel = t->panels + p * t->panel_bytes;
+    const char *scales = t->scales + p * t->scales_bytes;
     float *sums = t->sums + p * LANES;
     if (t->x_sums != NULL) {
-        const v16 minima = v16_load_as(panel + t->to_minima, group * LANES, t->minimum_type);
-        for (int r = 0; r < rows; r++) {
+        const v16 minima = v16_load_as(t->minima + p * t->scales_bytes, group * LANES, t->minimum_type);
+        EACH(r, rows) {
             const v16 x_sum = v16_all(t->x_sums[r * t->x_sums_stride + group]);
             v16_store(sums + r * t->sums_stride, v16_fma(minima, x_sum, v16_load(sums + r * t->sums_stride)));
         }
     }
-    const v16 scale = v16_load_as(panel + t->to_scales, group * LANES, t->scale_type);
-    __builtin_prefetch(panel + t->to_scales + group * LANES * size_of(t->scale_type) + t->ahead, 0, 2);
-    for (int r = 0; r < rows; r++) {
+    const v16 scale = v16_load_as(scales, group * LANES, t->scale_type);
+    __builtin_prefetch(scales + group * LANES * size_of(t->scale_type) + t->ahead, 0, 2);
+    EACH(r, rows) {
         float *sum = sums + r * t->sums_stride;
         v16_store(sum, v16_fma(scale, parts[r][p], v16_load(sum)));
     }
@@ -159,8 +164,7 @@ INLINE void add_groups(const int kind, const int rows, const int panels, const t
     const v16 common = common_of(kind, t->zero);
     for (const int64_t end = group + units / t->group_units; group < end; group++) {
         v16 parts[TILE_ROWS][PANELS_MAX];
-        for (int r = 0; r < rows; r++)
-            for (int p = 0; p < panels; p++) parts[r][p] = v16_zero();
+        EACH(r, rows) EACH(p, panels) parts[r][p] = v16_zero();
         for (int64_t k = 0; k < t->group_units; k += line_units(kind), w += LINE, x += line_units(kind) * UNIT_BYTES) {
             for (int p = 0; p < panels; p++) __builtin_prefetch(w + p * panel_bytes + ahead, 0, 2);
             for (int i = 0; i < line_units(kind); i++) {
@@ -176,7 +180,19 @@ INLINE void add_groups(const int kind, const int rows, const int panels, const t
                 }
             }
         }
-        for (int p = 0; p < panels; p++) end_group(rows, p, t, group, parts);
+        EACH(p, panels) end_group(rows, p, t, group, parts);
+    }
+}
+
+// `units` values of each panel, widened to units [panels][BLOCK][16].
+INLINE void widen_groups(const int kind, const tile *t, int64_t panels, float *to) {
+    const v16 common = common_of(kind, t->zero);
+    for (int64_t p = 0; p < panels; p++, to += BLOCK * LANES) {
+        const char *line = t->panels + p * t->panel_bytes;
+        for (int64_t k = 0; k < t->units; k += line_units(kind), line += LINE) {
+            __builtin_prefetch(line + panel_bytes_of(kind, BLOCK), 0, 2);  // the next block of k
+            EACH(i, line_units(kind)) v16_store(to + (k + i) * LANES, values_at(kind, line, i, common));
+        }
     }
 }
 

@@ -20,7 +20,7 @@
 #include "tiles.h"
 
 // Of a product of several tiles: outputs, and rows, of a block; rows from which weights of 16 bits are widened once.
-enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 2 << 20, EXPANDED_ROWS = 256 };
+enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 2 << 20, WIDENED_ROWS = 256 };
 
 // Weights are prefetched for the panels that follow those of a tile, or, where these lie farther, in the same panels.
 enum { AHEAD_MAX = 256 << 10, AHEAD_IN_PANEL = 16 << 10 };
@@ -47,8 +47,17 @@ static void prepare_block(int kind, const void *x, int32_t type, int64_t stride,
     }
 }
 
-// `units` weights of each panel as float32 [panels][BLOCK][16].
-static void expand(int kind, const char *panels, int64_t panel_bytes, int64_t panel_count, int64_t units, float *to) {
+// `units` weights of each panel as units [panels][BLOCK][16]; returns how these are multiplied.
+static int widen(int kind, const tile *t, int64_t panel_count, float *to) {
+    if (kind == BY_INT4) widen_groups(BY_INT4, t, panel_count, to);
+    if (kind == BY_INT8) widen_groups(BY_INT8, t, panel_count, to);
+#if defined(__AVX512BF16__)
+    if (kind == BY_INT4_PAIRS) widen_groups(BY_INT4_PAIRS, t, panel_count, to);
+    if (kind == BY_INT8_PAIRS) widen_groups(BY_INT8_PAIRS, t, panel_count, to);
+#endif
+    if (are_groups(kind)) return are_pairs(kind) ? BY_GROUP_PAIRS : BY_GROUPS;
+    const char *panels = t->panels;
+    const int64_t panel_bytes = t->panel_bytes, units = t->units;
     for (int64_t p = 0; p < panel_count; p++, panels += panel_bytes, to += BLOCK * LANES) {
         if (kind == BY_FLOAT16) {
             const uint16_t *from = (const uint16_t *)panels;
@@ -61,6 +70,7 @@ static void expand(int kind, const char *panels, int64_t panel_bytes, int64_t pa
                                             : v16_load_half(from + k / 2 * LANES, 0));
         }
     }
+    return BY_FLOAT32;
 }
 
 // y = sums + bias, rounded once to the type of y.
@@ -97,7 +107,7 @@ typedef struct {
     int64_t units;                // of a whole sum
     int64_t rows, panels, step;   // of a block; step: units
     int is_direct;                // x has units already, and is read where it lies
-    int is_whole, is_expanded;    // x is prepared for all of k at once; weights are widened once for all tiles
+    int is_whole, is_widened;    // x is prepared for all of k at once; weights are widened once for all tiles
     int64_t groups;               // of packed weights with minima, within a whole sum; else 0
     float *x, *sums, *weights;    // x [blocks][rows][BLOCK], sums [rows][panels * 16], weights [panels][BLOCK][16]
     float *x_sums;                // [rows][groups]
@@ -124,17 +134,18 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
     plan.groups = is_packed(w) && w->minimum_type != SD_NONE ? w->in_size / w->group : 0;
     plan.is_whole = 1;
     int64_t blocks = quotient_up(plan.units, BLOCK);
-    plan.is_expanded = rows >= EXPANDED_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
+    plan.is_widened = is_packed(w) ? rows > TILE_ROWS
+                                   : rows >= WIDENED_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
     plan.rows = rows;
     plan.panels = rows > TILE_ROWS ? least(panels, BLOCK_PANELS) : wide_panels[rows - 1];
     plan.step = rows > TILE_ROWS ? BLOCK : blocks * BLOCK;
     int64_t rows_max = BLOCK_X_BYTES / (blocks * BLOCK * 4) / MANY_ROWS * MANY_ROWS;
     if (rows > TILE_ROWS && rows > rows_max) plan.rows = rows_max > MANY_ROWS ? rows_max : MANY_ROWS;
     int64_t x = plan.is_direct ? 0 : plan.rows * blocks * BLOCK, sums = plan.rows * plan.panels * LANES;
-    int64_t weights = plan.is_expanded ? plan.panels * BLOCK * LANES : 0;
+    int64_t weights = plan.is_widened ? plan.panels * BLOCK * LANES : 0;
     plan.x = sd_own_scratch((size_t)(x + sums + weights + plan.rows * plan.groups) * sizeof(float));
     if (plan.x == NULL) {
-        plan.is_whole = plan.is_expanded = 0;
+        plan.is_whole = plan.is_widened = 0;
         plan.rows = least(rows, TILE_ROWS);
         plan.panels = 1;
         plan.step = BLOCK;
@@ -152,15 +163,13 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
 
 // sums += the products of one block of k, for the plan's panels and some of its rows. The tile is that of all of them.
 static void add_block(const product_plan *plan, tile t, int64_t rows, int64_t panel_count) {
-    const char *panels = t.panels, *x = t.x;
+    const char *x = t.x;
     const float *x_sums = t.x_sums;
-    const int64_t panel_bytes = t.panel_bytes, units = t.units;
     int kind = plan->kind;
-    if (plan->is_expanded) {
-        expand(kind, panels, panel_bytes, panel_count, units, plan->weights);
+    if (plan->is_widened) {
+        kind = widen(kind, &t, panel_count, plan->weights);
         t.panels = (const char *)plan->weights;
         t.panel_bytes = BLOCK * LANES * 4;
-        kind = BY_FLOAT32;
     }
     if (rows <= TILE_ROWS) {
         t.ahead = wide_panels[rows - 1] * t.panel_bytes;
@@ -204,8 +213,9 @@ static void set_groups(tile *t, const product_plan *plan, const sd_weight *w, co
     t->minimum_type = w->minimum_type;
     t->zero = (float)zero_of(w);
     t->panels = panel + places.values + panel_bytes_of(plan->kind, k / elements_of(plan->kind, 1));
-    t->to_scales = panel + group * size_of(w->scale_type) - t->panels;
-    t->to_minima = panel + places.minima + group * size_of(w->minimum_type) - t->panels;
+    t->scales = panel + group * size_of(w->scale_type);
+    t->minima = panel + places.minima + group * size_of(w->minimum_type);
+    t->scales_bytes = places.bytes;
     if (plan->groups > 0) t->x_sums = plan->x_sums + (plan->is_whole ? k / w->group : 0);
     t->x_sums_stride = plan->groups;
 }

@@ -7,10 +7,13 @@
 #include "simd.h"
 
 // How a tile multiplies: by the panels' type, and in PAIRS by vdpbf16ps.
-enum { BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_INT4, BY_INT8, BY_PAIRS, BY_INT4_PAIRS, BY_INT8_PAIRS };
+// BY_GROUPS: integers that have been widened to units.
+enum { BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_INT4, BY_INT8, BY_GROUPS };
+enum { BY_PAIRS = BY_GROUPS + 1, BY_INT4_PAIRS, BY_INT8_PAIRS, BY_GROUP_PAIRS };
 INLINE int are_pairs(int kind) { return kind >= BY_PAIRS; }
-INLINE int are_groups(int kind) {
-    return kind == BY_INT4 || kind == BY_INT8 || kind == BY_INT4_PAIRS || kind == BY_INT8_PAIRS;
+INLINE int are_groups(int kind) { return kind != BY_PAIRS && kind >= BY_INT4; }
+INLINE int are_widened(int kind) {
+    return kind == BY_FLOAT32 || kind == BY_PAIRS || kind == BY_GROUPS || kind == BY_GROUP_PAIRS;
 }
 
 // A unit of x is 32 bits: one float, or a pair of bfloat16. Sums run over blocks of BLOCK units. Rows of x that are no
@@ -73,8 +76,8 @@ INLINE int64_t elements_of(int kind, int64_t units) { return are_pairs(kind) ? 2
 
 // Bytes of a panel's weights for `units` units of x, of groups without their scales.
 INLINE int64_t panel_bytes_of(int kind, int64_t units) {
+    if (are_widened(kind)) return units * 64;
     if (are_groups(kind)) return elements_of(kind, units) * (kind == BY_INT4 || kind == BY_INT4_PAIRS ? 8 : 16);
-    if (kind == BY_FLOAT32 || kind == BY_PAIRS) return units * 64;
     return kind == BY_FLOAT16 ? units * 32 : quotient_up(units, 2) * 64;
 }
 
@@ -88,7 +91,9 @@ typedef struct {
     int64_t sums_stride;
     int64_t ahead;          // bytes from the weights that are read to those that are prefetched
     // Of groups, from the block's first unit on: see groups.h.
-    int64_t group_units, to_scales, to_minima;  // bytes from `panels`
+    const char *scales, *minima;  // of the first panel
+    int64_t scales_bytes;         // from panel to panel
+    int64_t group_units;
     int32_t scale_type, minimum_type;
     float zero;           // less than what is stored
     const float *x_sums;  // [rows][x_sums_stride] sums of x over a group; NULL: no minima

@@ -86,10 +86,12 @@ EACH_ROWS(TILE, BY_BFLOAT16, NOTHING)
 EACH_ROWS(TILE, BY_FLOAT16, NOTHING)
 EACH_ROWS(TILE, BY_INT4, NOTHING)
 EACH_ROWS(TILE, BY_INT8, NOTHING)
+EACH_ROWS(TILE, BY_GROUPS, NOTHING)
 #if defined(__AVX512BF16__)
 EACH_ROWS(TILE, BY_PAIRS, NOTHING)
 EACH_ROWS(TILE, BY_INT4_PAIRS, NOTHING)
 EACH_ROWS(TILE, BY_INT8_PAIRS, NOTHING)
+EACH_ROWS(TILE, BY_GROUP_PAIRS, NOTHING)
 #endif
 static const tile_function tile_functions[][TILE_ROWS][3] = {
     {EACH_ROWS(ENTRY, BY_FLOAT32, COMMA)},
@@ -97,10 +99,12 @@ static const tile_function tile_functions[][TILE_ROWS][3] = {
     {EACH_ROWS(ENTRY, BY_FLOAT16, COMMA)},
     {EACH_ROWS(ENTRY, BY_INT4, COMMA)},
     {EACH_ROWS(ENTRY, BY_INT8, COMMA)},
+    {EACH_ROWS(ENTRY, BY_GROUPS, COMMA)},
 #if defined(__AVX512BF16__)
     {EACH_ROWS(ENTRY, BY_PAIRS, COMMA)},
     {EACH_ROWS(ENTRY, BY_INT4_PAIRS, COMMA)},
     {EACH_ROWS(ENTRY, BY_INT8_PAIRS, COMMA)},
+    {EACH_ROWS(ENTRY, BY_GROUP_PAIRS, COMMA)},
 #endif
 };
 
@@ -113,6 +117,10 @@ static void add_panels(int kind, int64_t rows, int64_t panels, tile t) {
         some = is_wide ? wide : panels - p >= 2 ? 2 : 1;
         functions[is_wide ? 2 : some - 1](&t);
         t.panels += some * t.panel_bytes;
+        if (are_groups(kind)) {
+            t.scales += some * t.scales_bytes;
+            t.minima += some * t.scales_bytes;
+        }
         t.sums += some * LANES;
     }
 }
