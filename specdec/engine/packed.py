@@ -27,7 +27,8 @@ class PackedWeight:
         minima, uint8 in [0, 2^bits) with them. They take twice the bytes of 4 bits: make one weight, give it away.
     scales: [out, in / group], of the type that the format stores: float32, bfloat16 or float16.
     minima: [out, in / group] of such a type, of its own; those of an integer zero point are -scale * zero in float32.
-        With them scales have 16 bits, so that scale * value is exact and their sum has one rounding.
+        With them scales have 16 bits, or those of 4 bits 20 significant ones in float32, so that scale * value is
+        exact and their sum has one rounding.
 
     Raises ValueError that names field, value and limit.
     """
@@ -54,9 +55,12 @@ class PackedWeight:
         if low < least or high >= least + 2**self.bits:
             limit = f"in [{least}, {least + 2**self.bits})"
             raise ValueError(f"values are from {low} to {high}; they must be {limit}")
-        self._check_groups("scales", self.scales, SCALE_TYPES if self.minima is None else SCALE_TYPES[1:])
+        takes_float32 = self.minima is None or self.bits == 4
+        self._check_groups("scales", self.scales, SCALE_TYPES if takes_float32 else SCALE_TYPES[1:])
         if self.minima is not None:
             self._check_groups("minima", self.minima, SCALE_TYPES)
+            if self.scales.dtype is torch.float32 and (self.scales.contiguous().view(torch.int32) & 15).any():
+                raise ValueError("scales have more than 20 significant bits; with minima they must have 20 at most")
 
     def _check_groups(self, name: str, numbers: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         shape = [self.out_size, self.in_size // self.group]

@@ -12,25 +12,32 @@ from specdec.engine.packed import PackedWeight
 GROUPS = (32, 64)
 
 
-def random_weight(bits: int, group: int, has_minima: bool) -> PackedWeight:
-    """A weight of random integers, scales and minima."""
+def random_weight(bits: int, group: int, has_minima: bool, is_long: bool = False) -> PackedWeight:
+    """A weight of random integers, scales and minima; `is_long`: of all the bits that they may have."""
     generator = torch.Generator().manual_seed(bits * group)
     low, dtype = (0, torch.uint8) if has_minima else (-(2 ** (bits - 1)), torch.int8)
     values = torch.randint(low, low + 2**bits, (5, 2 * group), generator=generator, dtype=dtype)
     scales, minima = (torch.randn(5, 2, generator=generator).half() for _ in range(2))
+    if is_long:
+        scales, minima = (torch.randn(5, 2, generator=generator) for _ in range(2))
+        scales = (scales.view(torch.int32) & (-16 if has_minima else -1)).view(torch.float32)
     return PackedWeight(bits, group, values, scales, minima if has_minima else None)
 
 
-@pytest.mark.parametrize("has_minima", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
+CASES = [(bits, has_minima, False) for bits in (4, 8) for has_minima in (False, True)]
+CASES += [(4, False, True), (4, True, True), (8, False, True)]
+
+
+@pytest.mark.parametrize("bits, has_minima, is_long", CASES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_weight_is_its_definition_rounded_once(bits: int, group: int, has_minima: bool) -> None:
-    """Claim: each number is scale * value + minimum of its own group, rounded once to float32.
+def test_a_weight_is_its_definition_rounded_once(bits: int, group: int, has_minima: bool, is_long: bool) -> None:
+    """Claim: each number is scale * value + minimum of its own group, rounded once to float32, also where scales and
+    minima are of float32.
 
     Conclusive: computed again in fractions, which are exact; torch rounds a fraction's float64 quotient, exact here
-    since 11 bits of scale, 8 of value and 11 of minimum span fewer than 53.
+    since scale, value and minimum of these magnitudes span fewer than 53 bits.
     """
-    weight = random_weight(bits, group, has_minima)
+    weight = random_weight(bits, group, has_minima, is_long)
     dense = weight.dense()
     for n in range(weight.out_size):
         for k in range(weight.in_size):
@@ -53,6 +60,7 @@ WRONG = {
     "values.shape is [64]": lambda: PackedWeight(4, 32, VALUES[0], SCALES),
     "scales.shape is [2, 1]; it must be [2, 2]": lambda: PackedWeight(4, 32, VALUES, SCALES[:, :1]),
     "scales.dtype is torch.float32; it must be": lambda: PackedWeight(8, 32, VALUES.byte(), SCALES, SCALES),
+    "scales have more than 20 significant bits": lambda: PackedWeight(4, 32, VALUES.byte(), SCALES * 1.1, SCALES),
     "minima.dtype is torch.float64": lambda: PackedWeight(8, 32, VALUES.byte(), SCALES.half(), SCALES.double()),
 }
 

@@ -20,7 +20,10 @@ def random_packed(bits: int, group: int, out_size: int, in_size: int, has_minima
     low, dtype = (0, torch.uint8) if has_minima else (-(2 ** (bits - 1)), torch.int8)
     values = torch.randint(low, low + 2**bits, (out_size, in_size), generator=generator).to(dtype)
     scales, minima = (torch.randn(out_size, in_size // group, generator=generator) for _ in range(2))
-    dtype = torch.bfloat16 if group == 64 else torch.float16
+    dtype = {24: torch.float32, 64: torch.bfloat16}.get(group, torch.float16)
+    if has_minima and group == 24:  # of no more bits than they may have
+        scales = scales.bfloat16().float()
+        dtype = torch.float32 if bits == 4 else torch.bfloat16
     return PackedWeight(bits, group, values, scales.to(dtype), minima.mul(2**bits).to(dtype) if has_minima else None)
 
 

@@ -134,6 +134,6 @@ FORMATS = {
     "Q8_0": Format(32, 34, 8, 32, _q8_0),
     "Q4_0": Format(32, 18, 4, 32, _q4_0),
     "Q4_1": Format(32, 20, 4, 32, _q4_1),
-    "Q4_K": Format(256, 144, 0, 32, _q4_k),  # its scales have more bits than those of a `PackedWeight` with minima
+    "Q4_K": Format(256, 144, 4, 32, _q4_k),
     "Q6_K": Format(256, 210, 8, 16, _q6_k),  # six bits, multiplied as eight
 }
