@@ -15,7 +15,7 @@ from tests.support.packed import random_packed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNIT_ROUNDOFF, SMALLEST_NORMAL = 2.0**-24, 2.0**-126
-ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 31, 40)
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 23, 31, 140)
 # Group and inputs: of one block of k, of several, of groups longer than a block that end inside the next.
 SHAPES = ((32, 32), (32, 1184), (64, 576), (128, 1408), (24, 72), (1536, 1536))
 CASES = [(bits, has_minima) for bits in (4, 8) for has_minima in (False, True)]

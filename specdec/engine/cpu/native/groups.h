@@ -38,23 +38,23 @@ INLINE int shift_of(int64_t k) { return (int)(k % 8 / 2 * 4 + k % 2 * 16); }
 INLINE int64_t byte_of(int64_t k, int64_t lane) { return k / 2 * 2 * LANES + 2 * lane + k % 2; }
 INLINE int zero_of(const sd_weight *w) { return w->type == SD_INT4 && w->minimum_type == SD_NONE ? 8 : 0; }
 
-// 16 outputs' values of 4 bits at k of their words, less zero.
-INLINE v16 v16_of_words(const uint32_t *words, int k, v16 zero) {
+// 16 outputs' values of 4 bits at k of their words. `common`: of AVX-512 the numbers of the 16 values, which are looked
+// up by the lowest four bits; else zero, which is less.
+INLINE v16 v16_of_words(const uint32_t *words, int k, v16 common) {
     const int shift = shift_of(k);
 #if defined(__AVX512F__)
-    __m512i bits = _mm512_and_si512(_mm512_srli_epi32(_mm512_loadu_si512(words), (unsigned)shift), _mm512_set1_epi32(15));
-    return _mm512_sub_ps(_mm512_cvtepi32_ps(bits), zero);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(words), (unsigned)shift), common);
 #elif defined(__AVX2__)
     const __m256i mask = _mm256_set1_epi32(15);
     __m256i low = _mm256_srli_epi32(_mm256_loadu_si256((const __m256i *)words), shift);
     __m256i high = _mm256_srli_epi32(_mm256_loadu_si256((const __m256i *)(words + 8)), shift);
-    return (v16){_mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(low, mask)), zero.low),
-                 _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(high, mask)), zero.high)};
+    return (v16){_mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(low, mask)), common.low),
+                 _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(high, mask)), common.high)};
 #else
     v16 found;
     for (int i = 0; i < 4; i++) {
         uint32x4_t bits = vandq_u32(vshlq_u32(vld1q_u32(words + 4 * i), vdupq_n_s32(-shift)), vdupq_n_u32(15));
-        found.part[i] = vsubq_f32(vcvtq_f32_u32(bits), zero.part[i]);
+        found.part[i] = vsubq_f32(vcvtq_f32_u32(bits), common.part[i]);
     }
     return found;
 #endif
@@ -101,10 +101,14 @@ INLINE v16 pairs_of_words(const uint32_t *words, int index, __m512i table) {
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(shifted, table));
 }
 
-INLINE v16 pairs_of_bytes(const int8_t *bytes) {
-    __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes));
-    __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes + 1));
-    return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low)));
+// The upper halves of 32 numbers: of a float of 8 bits that is its bfloat16.
+static const uint16_t upper_halves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                          33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+
+INLINE v16 pairs_of_bytes(const int8_t *bytes, __m512i upper) {
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes + 1)));
+    return _mm512_castsi512_ps(_mm512_permutex2var_epi16(_mm512_castps_si512(low), upper, _mm512_castps_si512(high)));
 }
 #endif
 
@@ -114,14 +118,14 @@ INLINE int line_units(const int kind) {
     return (kind == BY_INT4 || kind == BY_INT4_PAIRS ? 8 : 4) / (are_pairs(kind) ? 2 : 1);
 }
 
-// The values of unit `index` of a line. `common`: zero, or the table of pairs.
+// The values of unit `index` of a line; `common` is that of the kind.
 INLINE v16 values_at(const int kind, const char *line, int index, v16 common) {
     if (are_widened(kind)) return v16_load((const float *)line);
     if (kind == BY_INT4) return v16_of_words((const uint32_t *)line, index, common);
     if (kind == BY_INT8) return v16_of_bytes((const int8_t *)line + index / 2 * 32, index % 2);
 #if defined(__AVX512BF16__)
     if (kind == BY_INT4_PAIRS) return pairs_of_words((const uint32_t *)line, index, _mm512_castps_si512(common));
-    if (kind == BY_INT8_PAIRS) return pairs_of_bytes((const int8_t *)line + index * 32);
+    if (kind == BY_INT8_PAIRS) return pairs_of_bytes((const int8_t *)line + index * 32, _mm512_castps_si512(common));
 #endif
     return common;
 }
@@ -129,39 +133,50 @@ INLINE v16 values_at(const int kind, const char *line, int index, v16 common) {
 INLINE v16 common_of(const int kind, float zero) {
 #if defined(__AVX512BF16__)
     if (kind == BY_INT4_PAIRS) return v16_load((const float *)values_of_words[zero != 0]);
+    if (kind == BY_INT8_PAIRS) return v16_load((const float *)upper_halves);
 #endif
     (void)kind;
+#if defined(__AVX512F__)
+    return _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), v16_all(zero));
+#else
     return v16_all(zero);
+#endif
 }
 
 // A loop of a constant number of turns, of TILE_ROWS at most, that is unrolled: what it indexes may stay in registers.
 #define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); i++)
 
-// Adds a group of one panel to its sums, which lie in memory: registers hold those of the group.
-INLINE void end_group(const int rows, const int p, const tile *t, int64_t group,
-                      const v16 parts[TILE_ROWS][PANELS_MAX]) {
+// The sums of a tile: in registers, if these hold them beside those of a group, else in memory.
+INLINE int are_kept(const int rows, const int panels) { return (2 * rows + 1) * panels < REGISTERS; }
+
+// Adds a group of one panel to its sums.
+INLINE void end_group(const int rows, const int p, const int is_kept, const int has_minima, const tile *t,
+                      int64_t group, const v16 parts[TILE_ROWS][PANELS_MAX], v16 kept[TILE_ROWS][PANELS_MAX]) {
     const char *scales = t->scales + p * t->scales_bytes;
-    float *sums = t->sums + p * LANES;
-    if (t->x_sums != NULL) {
-        const v16 minima = v16_load_as(t->minima + p * t->scales_bytes, group * LANES, t->minimum_type);
-        EACH(r, rows) {
-            const v16 x_sum = v16_all(t->x_sums[r * t->x_sums_stride + group]);
-            v16_store(sums + r * t->sums_stride, v16_fma(minima, x_sum, v16_load(sums + r * t->sums_stride)));
-        }
-    }
     const v16 scale = v16_load_as(scales, group * LANES, t->scale_type);
     __builtin_prefetch(scales + group * LANES * size_of(t->scale_type) + t->ahead, 0, 2);
+    v16 minima = v16_zero();
+    if (has_minima) minima = v16_load_as(t->minima + p * t->scales_bytes, group * LANES, t->minimum_type);
     EACH(r, rows) {
-        float *sum = sums + r * t->sums_stride;
-        v16_store(sum, v16_fma(scale, parts[r][p], v16_load(sum)));
+        float *at = t->sums + r * t->sums_stride + p * LANES;
+        v16 sum = is_kept ? kept[r][p] : v16_load(at);
+        if (has_minima) sum = v16_fma(minima, v16_all(t->x_sums[r * t->x_sums_stride + group]), sum);
+        sum = v16_fma(scale, parts[r][p], sum);
+        if (is_kept) kept[r][p] = sum;
+        else v16_store(at, sum);
     }
 }
 
 // sums[r][p] += x[r][k] * panels[p][k], group by group, from the tile's group `group` on; see the order above.
-INLINE void add_groups(const int kind, const int rows, const int panels, const tile *t, const char *w, const char *x,
-                       int64_t group, int64_t units) {
+INLINE void add_groups(const int kind, const int rows, const int panels, const int has_minima, const tile *t,
+                       const char *w, const char *x, int64_t group, int64_t units) {
     const int64_t panel_bytes = t->panel_bytes, x_row = t->x_row, ahead = t->ahead;
+    const int is_kept = are_kept(rows, panels);
     const v16 common = common_of(kind, t->zero);
+    v16 kept[TILE_ROWS][PANELS_MAX];
+    if (is_kept) {
+        EACH(r, rows) EACH(p, panels) kept[r][p] = v16_load(t->sums + r * t->sums_stride + p * LANES);
+    }
     for (const int64_t end = group + units / t->group_units; group < end; group++) {
         v16 parts[TILE_ROWS][PANELS_MAX];
         EACH(r, rows) EACH(p, panels) parts[r][p] = v16_zero();
@@ -180,7 +195,10 @@ INLINE void add_groups(const int kind, const int rows, const int panels, const t
                 }
             }
         }
-        EACH(p, panels) end_group(rows, p, t, group, parts);
+        EACH(p, panels) end_group(rows, p, is_kept, has_minima, t, group, parts, kept);
+    }
+    if (is_kept) {
+        EACH(r, rows) EACH(p, panels) v16_store(t->sums + r * t->sums_stride + p * LANES, kept[r][p]);
     }
 }
 

@@ -5,7 +5,8 @@
 // in float32, then one rounding to the type of y. No lane is added to another and no sum is split, so the bits of a row
 // depend on neither the rows beside it, nor their number, nor that of threads. Blocks along k keep the sums in memory.
 //
-// Of packed weights (groups.h) the running sums are those of a group; the output's own adds them up, group by group.
+// Of packed weights (groups.h) the running sums are those of a group; the output's own adds them up, group by group. Where
+// rows are many their integers are widened once for all tiles, which changes no number.
 //
 // Panels, 16 outputs each: see packing.h.
 #ifndef SPECDEC_PRODUCTS_H
@@ -19,8 +20,9 @@
 #include "simd.h"
 #include "tiles.h"
 
-// Of a product of several tiles: outputs, and rows, of a block; rows from which weights of 16 bits are widened once.
-enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 2 << 20, WIDENED_ROWS = 256 };
+// Of a product of several tiles: outputs, and rows, of a block; rows from which weights are widened once for all tiles:
+// of 16 bits, of groups, of 4 bits that a table turns into pairs.
+enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 2 << 20, WIDENED_16 = 256, WIDENED_GROUPS = 24, WIDENED_INT4_PAIRS = 128 };
 
 // Weights are prefetched for the panels that follow those of a tile, or, where these lie farther, in the same panels.
 enum { AHEAD_MAX = 256 << 10, AHEAD_IN_PANEL = 16 << 10 };
@@ -134,8 +136,9 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
     plan.groups = is_packed(w) && w->minimum_type != SD_NONE ? w->in_size / w->group : 0;
     plan.is_whole = 1;
     int64_t blocks = quotient_up(plan.units, BLOCK);
-    plan.is_widened = is_packed(w) ? rows > TILE_ROWS
-                                   : rows >= WIDENED_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
+    plan.is_widened = !are_widened(plan.kind) && rows >= (plan.kind == BY_INT4_PAIRS  ? WIDENED_INT4_PAIRS
+                                                          : are_groups(plan.kind) ? WIDENED_GROUPS
+                                                                                  : WIDENED_16);
     plan.rows = rows;
     plan.panels = rows > TILE_ROWS ? least(panels, BLOCK_PANELS) : wide_panels[rows - 1];
     plan.step = rows > TILE_ROWS ? BLOCK : blocks * BLOCK;
@@ -177,7 +180,7 @@ static void add_block(const product_plan *plan, tile t, int64_t rows, int64_t pa
         add_panels(kind, rows, panel_count, t);
         return;
     }
-    int64_t tiles = quotient_up(rows, MANY_ROWS);
+    int64_t tiles = quotient_up(rows, are_groups(kind) && !are_widened(kind) ? TILE_ROWS : MANY_ROWS);
     for (int64_t i = 0; i < tiles; i++) {
         int64_t first = rows * i / tiles, end = rows * (i + 1) / tiles;
         t.x = x + first * t.x_row;
@@ -190,8 +193,8 @@ static void add_block(const product_plan *plan, tile t, int64_t rows, int64_t pa
 }
 
 // The sums of x over each group of k in [first, end): eight running sums, which are then added in pairs.
-static void sum_groups(const void *x, int32_t type, int64_t stride, int64_t rows, int64_t first, int64_t end,
-                       int64_t group, float *to, int64_t to_stride) {
+INLINE void sum_groups_as(const int32_t type, const void *x, int64_t stride, int64_t rows, int64_t first, int64_t end,
+                          int64_t group, float *to, int64_t to_stride) {
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t k = first; k < end; k += group) {
             float sums[GROUP_MIN] = {0};
@@ -202,6 +205,13 @@ static void sum_groups(const void *x, int32_t type, int64_t stride, int64_t rows
             to[r * to_stride + (k - first) / group] = sums[0];
         }
     }
+}
+
+static void sum_groups(const void *x, int32_t type, int64_t stride, int64_t rows, int64_t first, int64_t end,
+                       int64_t group, float *to, int64_t to_stride) {
+    if (type == SD_FLOAT32) sum_groups_as(SD_FLOAT32, x, stride, rows, first, end, group, to, to_stride);
+    if (type == SD_BFLOAT16) sum_groups_as(SD_BFLOAT16, x, stride, rows, first, end, group, to, to_stride);
+    if (type == SD_FLOAT16) sum_groups_as(SD_FLOAT16, x, stride, rows, first, end, group, to, to_stride);
 }
 
 // What a tile of packed weights reads beside the values, from element k on.

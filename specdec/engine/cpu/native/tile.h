@@ -20,13 +20,14 @@ INLINE int are_widened(int kind) {
 // units yet are prepared, block by block.
 enum { UNIT_BYTES = 4, BLOCK = 512 };
 
-// Rows of a tile and the most panels beside each other: as many sums as fill the registers.
+// Rows of a tile and the most panels beside each other: as many sums as fill the registers. MANY_ROWS: of one of several
+// tiles; PANELS_MAX: the most of WIDE_*; REGISTERS: of 16 lanes.
 #if defined(__AVX512F__)
 enum { TILE_ROWS = 8, WIDE_1 = 8, WIDE_2 = 4, WIDE_3 = 4, WIDE_4 = 4, WIDE_5 = 4, WIDE_6 = 4, WIDE_7 = 3, WIDE_8 = 3 };
-enum { MANY_ROWS = 6, PANELS_MAX = 8 };  // rows of a tile where there are several tiles; the most of WIDE_*
+enum { MANY_ROWS = 6, PANELS_MAX = 8, REGISTERS = 32 };
 #else
 enum { TILE_ROWS = 6, WIDE_1 = 4, WIDE_2 = 3, WIDE_3 = 2, WIDE_4 = 1, WIDE_5 = 1, WIDE_6 = 1 };
-enum { MANY_ROWS = 6, PANELS_MAX = 4 };
+enum { MANY_ROWS = 6, PANELS_MAX = 4, REGISTERS = 8 };
 #endif
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -43,11 +43,34 @@ INLINE void add_units(const int kind, const int rows, const int panels, const ti
     }
 }
 
+INLINE tile next_panels(const int kind, tile t, int64_t count) {
+    t.panels += count * t.panel_bytes;
+    t.sums += count * LANES;
+    if (are_groups(kind)) {
+        t.scales += count * t.scales_bytes;
+        t.minima += count * t.scales_bytes;
+    }
+    return t;
+}
+
+INLINE void add_group_blocks(const int kind, const int rows, const int panels, const tile *t) {
+    for (int64_t k = 0; k < t->units; k += BLOCK) {
+        const char *w = t->panels + panel_bytes_of(kind, k), *x = t->x + k / BLOCK * t->x_step;
+        const int64_t group = k / t->group_units, units = least(BLOCK, t->units - k);
+        if (t->x_sums != NULL) add_groups(kind, rows, panels, 1, t, w, x, group, units);
+        else add_groups(kind, rows, panels, 0, t, w, x, group, units);
+    }
+}
+
 INLINE void add_tile(const int kind, const int rows, const int panels, const tile *t) {
     if (are_groups(kind)) {
-        for (int64_t k = 0; k < t->units; k += BLOCK)
-            add_groups(kind, rows, panels, t, t->panels + panel_bytes_of(kind, k), t->x + k / BLOCK * t->x_step,
-                       k / t->group_units, least(BLOCK, t->units - k));
+        // Widened values are quick to read again: by fewer panels, whose sums registers keep from group to group.
+        const int some = are_widened(kind) && !are_kept(rows, panels) && panels > 2 ? 2 : panels;
+        for (int p = 0; p < panels; p += some) {
+            const tile part = next_panels(kind, *t, p);
+            if (panels - p >= some) add_group_blocks(kind, rows, some, &part);
+            else add_group_blocks(kind, rows, 1, &part);
+        }
         return;
     }
     v16 sums[TILE_ROWS][PANELS_MAX];
@@ -116,12 +139,7 @@ static void add_panels(int kind, int64_t rows, int64_t panels, tile t) {
         int is_wide = panels - p >= wide;
         some = is_wide ? wide : panels - p >= 2 ? 2 : 1;
         functions[is_wide ? 2 : some - 1](&t);
-        t.panels += some * t.panel_bytes;
-        if (are_groups(kind)) {
-            t.scales += some * t.scales_bytes;
-            t.minima += some * t.scales_bytes;
-        }
-        t.sums += some * LANES;
+        t = next_panels(kind, t, some);
     }
 }
 
