@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,10 @@ from bench.step.parts import measure_parts
 from bench.step.picture import picture
 from bench.step.rows import Reading, measure_rows
 from bench.step.served import measure_served
+from bench.unpacked import write_unpacked
 from specdec.engine.cpu.kernels import kernels
-from specdec.engine.loading.chat_model import chat_model
 from specdec.errors import SpecdecError
+from specdec.folders import CHAT_MODEL
 from specdec.telemetry.logs import configure_logs
 
 PARTS = ("rows", "served", "draft", "parts")
@@ -78,9 +80,8 @@ class Run:
     def __init__(self, asked: argparse.Namespace, scratch: Path, console: Console) -> None:
         self._asked, self._scratch, self._console = asked, scratch, console
         self._python: Path | None = None
-        self._folders = {
-            MODELS[name]: chat_model() if name == "chat" else write_deepened(scratch / name) for name in asked.models
-        }
+        write = {"chat": partial(write_unpacked, CHAT_MODEL), "deepened": write_deepened}
+        self._folders = {MODELS[name]: write[name](scratch / name) for name in asked.models}
 
     def measure(self, part: str) -> Found:
         """Shows a part's table and returns its measurements and bars. Raises SpecdecError, grpc.RpcError, OSError."""

@@ -2,7 +2,7 @@
 
 Weight matrices are copied bit for bit, those of queries and keys with their rows in llama.cpp's order; the gains of
 norms are float32, as llama.cpp wants them. The tokenizer is copied as far as token ids need one: prompts are sent as
-ids. Uses the package `gguf` of the extra `chat`, imported here only.
+ids. Uses the package `gguf` of the extra `bench`, imported here only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write_gguf(folder: Path, file: Path) -> Path:
     Raises ConfigError without the package `gguf`, or for another class.
     """
     if find_spec("gguf") is None:
-        raise ConfigError("a GGUF file needs the package gguf: pip install 'specdec[chat]'")
+        raise ConfigError("a GGUF file needs the package gguf: pip install 'specdec[bench]'")
     import gguf
 
     config = read_json(folder / "config.json")
