@@ -50,7 +50,7 @@ def running(settings: ServeSettings) -> Iterator[Serving]:
     if settings.http_port is not None:
         check_port(settings.host, settings.http_port, "--http-port")
     if not local_folder(settings.model).is_dir():
-        open_model_folder(settings.model)  # fetched or converted once: target and draft both read its tokenizer
+        open_model_folder(settings.model)  # fetched, or its folder made, once: target and draft both read its tokenizer
     names = "target and draft" if settings.has_draft else "the target"
     serving = Serving()
     try:

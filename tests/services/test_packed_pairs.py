@@ -24,11 +24,13 @@ def pair_of(kind: str, folder: Path) -> tuple[Path, Path]:
     return (file, dense) if kind == "GGUF target" else (dense, file)
 
 
-@pytest.mark.parametrize("kind", ["GGUF target", "GGUF draft", pytest.param("compressed draft", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "kind", ["GGUF target", "GGUF draft", pytest.param("compressed draft", marks=pytest.mark.more)]
+)
 def test_one_of_a_pair_may_be_packed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: a pair of which one model is packed is served, greedy and seeded texts are those without speculation, and
     a coordinator reads the tokenizer of a GGUF file. Source: the promise of any other pair. Conclusive: the models are
-    the same but for the rounding of 4 or 8 bits, so most draft tokens pass, and some do not."""
+    the same but for the rounding of 4 or 8 bits, so most draft tokens pass; of other weights hardly one would."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     drafted = accepted = 0
     with running(*pair_of(kind, tmp_path), threads=1, dtype="float32") as services:
@@ -41,4 +43,4 @@ def test_one_of_a_pair_may_be_packed(kind: str, tmp_path: Path, monkeypatch: pyt
                     assert on.comparable == off.comparable and len(on.token_ids) == TOKENS
                     drafted += on.finished.statistics.num_draft_tokens
                     accepted += on.finished.statistics.num_accepted_draft_tokens
-    assert drafted / 3 < accepted < drafted
+    assert 0 < drafted < 3 * accepted
