@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from specdec.engine.loading.stored import StoredTensor
-from specdec.engine.packed import PackedWeight
+from specdec.engine.packed import GROUP_STEP, PackedWeight
 from specdec.errors import ModelRefused, refusing
 from specdec.folders import refuse, shown
 
@@ -150,14 +150,19 @@ class CompressedWeights:
         by_row = scales.repeat_interleave(blocks[0], 0)[:rows]
         return found.mul_(by_row.repeat_interleave(blocks[1], 1)[:, :width])
 
-    def packed(self, name: str) -> PackedWeight | None:
+    def is_packed(self, name: str) -> bool:
         layout = self._layouts.get(name)
         if layout is None or not layout.bits:
-            return None
+            return False
+        scales = self._stored[next(layout.parts[part] for part in SCALE_PARTS if part in layout.parts)]
+        groups = scales.shape[1] if len(scales.shape) == 2 else 1
+        has_zeros = "weight_zero_point" in layout.parts
+        return (layout.shape[1] // groups) % GROUP_STEP == 0 and not (has_zeros and scales.dtype == "F32")
+
+    def packed(self, name: str) -> PackedWeight:
+        layout = self._layouts[name]
         values, scales, zeros = self._integers(layout)
         group = layout.shape[1] // scales.shape[1]
-        if (layout.bits == 4 and group % 8) or (zeros is not None and scales.dtype is torch.float32):
-            return None
         if zeros is None:
             return PackedWeight(layout.bits, group, values, scales)
         low = 1 << (layout.bits - 1)
