@@ -80,6 +80,7 @@ class Run:
     def __init__(self, asked: argparse.Namespace, scratch: Path, console: Console) -> None:
         self._asked, self._scratch, self._console = asked, scratch, console
         self._python: Path | None = None
+        write: dict[str, Callable[[Path], Path]]
         write = {"chat": partial(write_unpacked, CHAT_MODEL), "deepened": write_deepened}
         self._folders = {MODELS[name]: write[name](scratch / name) for name in asked.models}
 
