@@ -12,9 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from specdec.engine.loading.compressed import read_scheme
 from specdec.engine.loading.folder_files import WEIGHTS_FILE
 from specdec.engine.loading.model_folder import open_model_folder
+from specdec.engine.loading.schemes import read_scheme
 from specdec.errors import ModelRefused
 from tests.support.compressed_folders import LAYOUTS, pack_folder, scheme, words
 from tests.support.engine_models import Driver, make_tiny_model, random_tokens
@@ -82,7 +82,7 @@ def test_words_hold_the_first_value_in_their_lowest_bits(plain: Path, tmp_path: 
     ("entry", "named"),
     [
         ("gptq", "quantization_config is"),
-        ({"quant_method": "gptq"}, 'quant_method is "gptq"'),
+        ({"quant_method": "mxfp4"}, 'quant_method is "mxfp4"'),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
         (scheme("w4-groups") | {"format": "marlin-24"}, 'format is "marlin-24"'),
