@@ -3,11 +3,11 @@
 Source: what AutoAWQ (`WQLinear_GEMM`) and AutoGPTQ or GPTQModel (`QuantLinear`) write. Both store a weight's transpose,
 with a zero point and a scale for each group of inputs and each output: weight = scale * (value - zero point).
 
-- AWQ: `qweight` [in, out / 8] and `qzeros` [groups, out / 8], 32-bit words along the outputs, of which the i-th four bits
-  hold output WORD_ORDER[i] of eight.
+- AWQ: `qweight` [in, out / 8] and `qzeros` [groups, out / 8], 32-bit words along the outputs: the i-th four bits hold
+  output WORD_ORDER[i] of eight.
 - GPTQ: `qweight` [in * bits / 32, out], words along the inputs, and `qzeros` [groups, out * bits / 32] along the
-  outputs, the first in the lowest bits; of the format `gptq` each zero point less one, of `gptq_v2` itself. `g_idx` [in]
-  names the group of each input: only groups of neighbours are held.
+  outputs, the first in the lowest bits; of the format `gptq` each zero point less one, of `gptq_v2` itself. `g_idx`
+  [in] names the group of each input: only groups of neighbours are held.
 """
 
 from __future__ import annotations
