@@ -15,7 +15,7 @@ from tests.support.awq_gptq_folders import LAYOUTS, changed, pack_folder, words
 from tests.support.engine_models import make_tiny_model
 from tests.support.packed_folders import Tensors, change_tensors, check_served
 
-MODULE = "model.layers.0.mlp.up_proj"  # [160, 64]
+MODULE, OTHER_MODULE = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"  # [160, 64], [64, 160]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
     "another model's sizes": (
         "gptq4-groups",
         lambda parts: parts.update(
-            {f"{MODULE}.{part}": parts[f"model.layers.0.mlp.down_proj.{part}"] for part in ("qweight", "scales")}
+            {f"{MODULE}.{part}": parts[f"{OTHER_MODULE}.{part}"].clone() for part in ("qweight", "scales")}
         ),
         "qzeros has the shape [2, 20]; it must be [5, 8]",
     ),
@@ -209,5 +209,5 @@ def test_a_packed_module_that_is_named_as_plain_is_refused(plain: dict[str, Path
     pack_folder(plain["llama"], tmp_path / "packed", LAYOUTS["awq-groups"])
     file = tmp_path / "packed" / "config.json"
     file.write_text(file.read_text(encoding="utf-8").replace('["lm_head"]', '["mlp"]'), encoding="utf-8")
-    with pytest.raises(ModelRefused, match="gate_proj.qweight is packed, but modules_to_not_convert names it"):
+    with pytest.raises(ModelRefused, match="down_proj.qweight is packed, but modules_to_not_convert names it"):
         open_model_folder(str(tmp_path / "packed"))
