@@ -6,6 +6,7 @@ float32. Readers of formats make these, one weight at a time; a backend multipli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -92,11 +93,13 @@ class PackedWeight:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer in place of nn.Linear until a backend takes it: x @ weight.T + bias, bias [out]."""
+    """A linear layer in place of nn.Linear until a backend takes it: x @ weight.T + bias, bias [out]. `read` returns
+    the weight, anew each time: a weight as it is read takes more memory than one that is laid out for products."""
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None):
+    def __init__(self, shape: tuple[int, int], read: Callable[[], PackedWeight], bias: Tensor | None = None):
         super().__init__()
-        self.weight = weight
+        self.out_features, self.in_features = shape
+        self.read = read
         self.bias = bias
 
 
@@ -111,9 +114,8 @@ def unpack_linears(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _dense_linear(packed: PackedLinear, dtype: torch.dtype) -> nn.Linear:
-    out_size, in_size = packed.weight.shape
-    linear = nn.Linear(in_size, out_size, bias=packed.bias is not None, device="meta")
-    linear.weight = nn.Parameter(packed.weight.dense().to(dtype), requires_grad=False)
+    linear = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
+    linear.weight = nn.Parameter(packed.read().dense().to(dtype), requires_grad=False)
     if packed.bias is not None:
         linear.bias = nn.Parameter(packed.bias.to(dtype), requires_grad=False)
     return linear

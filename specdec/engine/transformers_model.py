@@ -33,8 +33,15 @@ from specdec.engine.loading.encoder_decoder import (
     without_warning_of_ties,
 )
 from specdec.engine.loading.fitting import check_weights, class_of, config_of, empty_model
-from specdec.engine.loading.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
-from specdec.engine.loading.packed_model import packed_model, unpacked
+from specdec.engine.loading.model_folder import (
+    ModelFolder,
+    Progress,
+    end_tokens_of,
+    no_progress,
+    tokenizer_facts,
+    warn_of_unknown_ends,
+)
+from specdec.engine.loading.weights import fill, unpacked
 from specdec.engine.packed import PackedLinear
 from specdec.engine.retokenizer import Retokenizer
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
@@ -68,7 +75,7 @@ class TransformersModel:
         self.backend = backend
         columns = vocabulary.columns if vocabulary else torch.arange(description.vocabulary_size)
         output = output_layer(model, columns[: share.vocabulary_part] if share else columns, self.backend)
-        self.hidden_size: int = model.get_output_embeddings().weight.shape[1]
+        self.hidden_size: int = model.get_output_embeddings().in_features
         self.returns_hidden = False
         self._base, shape = base_of(model, description)
         self.backend.replace_modules(self._base)
@@ -148,9 +155,10 @@ def load_transformers_model(
     has_stable_rows: bool = True,
     target_tokenizer: str = "",
     positions_max: int | None = None,
+    progress: Progress = no_progress,
 ) -> TransformersModel:
     """Loads the weights of a checked folder; `digest` returns its digest, or raises what is wrong with its files.
-    `positions_max`: see `load_model`.
+    `positions_max`, `progress`: see `load_model`.
 
     Raises ModelRefused if the weights do not fit the architecture.
     """
@@ -161,7 +169,7 @@ def load_transformers_model(
     else:
         positions_max = served_positions(name, config_of(folder).max_position_embeddings, positions_max)
     keeps_packed = device.type == "cpu" and not folder.has_encoder
-    model = read_weights(name, folder, digest, dtype, attention.NAME, keeps_packed)
+    model = read_weights(name, folder, digest, dtype, attention.NAME, keeps_packed, progress)
     with refusing(name):
         model.eval().requires_grad_(False).to(device)
     vocabulary = VocabularyMap.read(folder.path, folder.token_string_count, _output_width(model))
@@ -183,14 +191,17 @@ def read_weights(
     dtype: torch.dtype,
     attention_name: str | None = None,
     keeps_packed: bool = False,
+    progress: Progress = no_progress,
 ) -> transformers.PreTrainedModel:
     """Returns the model of a checked folder as `transformers` has it; `attention_name`: of its attention, absent: the
-    library's choice. `keeps_packed`: as `packed_model` has it, for a folder of packed weights. `digest`: see
+    library's choice. `keeps_packed`: see `fill`. `digest`: see
     `load_transformers_model`. Raises ModelRefused."""
     transformers.utils.logging.disable_progress_bar()
     try:
         if folder.packed and keeps_packed:
-            return packed_model(name, folder, folder.packed, dtype)
+            model = empty_model(name, folder, dtype)
+            fill(name, model, folder, {}, progress, keeps_packed=True)
+            return model
         check_weights(name, empty_model(name, folder, dtype), folder)
         with refusing(name), without_warning_of_ties() if folder.has_encoder else nullcontext():
             model, report = class_of(folder).from_pretrained(
@@ -241,7 +252,7 @@ def output_layer(model: transformers.PreTrainedModel, columns: torch.Tensor, bac
     count = len(columns)
     chosen = slice(count) if columns[-1] == count - 1 else columns  # a view, if they are the first ones
     is_packed = isinstance(output, PackedLinear)
-    weight = output.weight.chosen(chosen) if is_packed else output.weight.detach()[chosen]
+    weight = output.read().chosen(chosen) if is_packed else output.weight.detach()[chosen]
     bias = None if output.bias is None else output.bias.detach()[chosen]
     return backend.output_layer(weight, bias, *logit_scaling(model))
 
@@ -274,7 +285,7 @@ def map_tokenizers(
 
 
 def _output_width(model: transformers.PreTrainedModel) -> int:
-    width: int = model.get_output_embeddings().weight.shape[0]
+    width: int = model.get_output_embeddings().out_features
     return width
 
 

@@ -41,9 +41,10 @@ def test_weights_and_logits_are_those_that_a_layout_means(name: str, plain: dict
     assert folder.tensors.keys() == meant.keys()
     for each, weight in meant.items():
         assert torch.equal(folder.packed.dense(each), weight.to(torch.float32)), each
-        packed = folder.packed.packed(each)
-        assert (packed is not None) == (each.endswith("_proj.weight") and layout.dtype is not torch.float32), each
-        if packed is not None:
+        is_packed = folder.packed.is_packed(each)
+        assert is_packed == (each.endswith("_proj.weight") and layout.dtype is not torch.float32), each
+        if is_packed:
+            packed = folder.packed.packed(each)
             assert packed.bits == layout.bits
             assert torch.equal(packed.dense(), weight.to(torch.float32)), each
     assert folder.packed.format == f"{layout.method} I{layout.bits}"

@@ -38,12 +38,11 @@ def test_weights_logits_and_texts_are_those_that_a_layout_means(layout: str, pla
     assert folder.tensors.keys() == meant.keys()
     for name, weight in meant.items():
         assert torch.equal(folder.packed.dense(name), weight.to(torch.float32)), name
-        packed = folder.packed.packed(name)
-        if packed is not None:
-            assert torch.equal(packed.dense(), weight.to(torch.float32)), name
+        if folder.packed.is_packed(name):
+            assert torch.equal(folder.packed.packed(name).dense(), weight.to(torch.float32)), name
     one = "model.layers.0.mlp.down_proj.weight"
     _, _, kind, bits, group, has_zeros, dtype = LAYOUTS[layout]
-    assert (folder.packed.packed(one) is None) == (kind == "float8" or (has_zeros and dtype is torch.float32))
+    assert folder.packed.is_packed(one) != (kind == "float8" or (has_zeros and dtype is torch.float32))
     label = {"float8": "F8_E4M3", "mxfp4": "MXFP4"}.get(kind, f"I{bits}")
     assert folder.packed.format == f"{LAYOUTS[layout][0]} {label}"
     check_served(plain, tmp_path / "packed", meant, folder.packed.format)

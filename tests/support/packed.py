@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def pack_linears(module: nn.Module, bits: int, group: int = 32) -> None:
     """Replaces every linear layer within a module by its rounded one."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, PackedLinear(rounded(child.weight, bits, group), child.bias))
+            read = partial(rounded, child.weight, bits, group)
+            setattr(module, name, PackedLinear((child.out_features, child.in_features), read, child.bias))
         else:
             pack_linears(child, bits, group)
 

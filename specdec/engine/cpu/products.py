@@ -119,7 +119,9 @@ def _replace_children(kernels: Kernels, module: nn.Module, is_fused: bool) -> No
 
 
 def _stand_in(kernels: Kernels, module: nn.Module) -> nn.Module | None:
-    if isinstance(module, (nn.Linear, PackedLinear)):
+    if isinstance(module, PackedLinear):
+        return KernelProduct(kernels, module.read(), module.bias)
+    if isinstance(module, nn.Linear):
         return KernelProduct(kernels, module.weight, module.bias)
     if isinstance(module, Conv1D):
         return KernelProduct(kernels, module.weight.t(), module.bias)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from specdec.engine.loading.integers import Integers, unpacked_words
+from specdec.engine.loading.integers import Integers, is_packable, unpacked_words
 from specdec.engine.loading.stored import ENTRY, StoredTensor, check_plain, read_tensor, refuse_tensor
 from specdec.engine.packed import GROUP_STEP, PackedWeight
 from specdec.errors import ModelRefused
@@ -188,9 +188,15 @@ class AwqGptqWeights:
         module = self._modules.get(name)
         return read_tensor(self._stored, name) if module is None else self._integers(module).dense()
 
-    def packed(self, name: str) -> PackedWeight | None:
+    def is_packed(self, name: str) -> bool:
         module = self._modules.get(name)
-        return None if module is None else self._integers(module).packed()
+        if module is None:
+            return False
+        scales = self._stored[f"{module}.{SCALES}"]
+        return is_packable(self.tensors[name].shape[1] // scales.shape[0], scales, has_zeros=True)
+
+    def packed(self, name: str) -> PackedWeight:
+        return self._integers(self._modules[name]).packed()
 
     def _checked_shape(self, module: str) -> tuple[int, int]:
         """Returns a weight's shape [out, in] after checking its tensors against each other."""

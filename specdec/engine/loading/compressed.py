@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from specdec.engine.loading.integers import Integers, unpacked_words
+from specdec.engine.loading.integers import Integers, is_packable, unpacked_words
 from specdec.engine.loading.stored import ENTRY, StoredTensor, check_plain, read_tensor, refuse_tensor
 from specdec.engine.packed import PackedWeight
 from specdec.errors import ModelRefused
@@ -173,11 +173,16 @@ class CompressedWeights:
         by_row = scales.repeat_interleave(blocks[0], 0)[:rows]
         return found.mul_(by_row.repeat_interleave(blocks[1], 1)[:, :width])
 
-    def packed(self, name: str) -> PackedWeight | None:
+    def is_packed(self, name: str) -> bool:
         layout = self._layouts.get(name)
         if layout is None or not layout.bits:
-            return None
-        return self._integers(layout).packed()
+            return False
+        scales = self._stored[next(layout.parts[part] for part in SCALE_PARTS if part in layout.parts)]
+        groups = scales.shape[1] if len(scales.shape) == 2 else 1
+        return is_packable(layout.shape[1] // groups, scales, "weight_zero_point" in layout.parts)
+
+    def packed(self, name: str) -> PackedWeight:
+        return self._integers(self._layouts[name]).packed()
 
     def _layout(self, module: str, part: str) -> _Layout:
         """Returns the layout of a weight after checking its tensors against each other."""

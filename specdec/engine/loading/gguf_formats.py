@@ -53,11 +53,9 @@ def unsupported_name(number: int) -> str:
     return NAMES.get(number, str(number))
 
 
-def packed_weight(name: str, stored: Bytes, shape: tuple[int, ...]) -> PackedWeight | None:
-    """Returns a tensor [out, in] of a packed format as it stands; None if `PackedWeight` does not hold the format."""
+def packed_weight(name: str, stored: Bytes, shape: tuple[int, ...]) -> PackedWeight:
+    """Returns a tensor [out, in] of a packed format with `bits` as it stands."""
     kind = FORMATS[name]
-    if kind.unpack is None or not kind.bits or len(shape) != 2:
-        return None
     return PackedWeight(kind.bits, kind.group, *_unpacked(kind, stored, shape))
 
 

@@ -86,11 +86,15 @@ class GgufWeights:
         order = self._order(name, tensor.shape[0])
         return weight if order is None else weight[order]
 
-    def packed(self, name: str) -> PackedWeight | None:
+    def is_packed(self, name: str) -> bool:
+        tensor = self._gguf.tensors[self._names[name]]
+        return FORMATS[tensor.format].bits > 0 and len(tensor.shape) == 2
+
+    def packed(self, name: str) -> PackedWeight:
         tensor = self._gguf.tensors[self._names[name]]
         weight = packed_weight(tensor.format, self._gguf.stored(tensor), tensor.shape)
         order = self._order(name, tensor.shape[0])
-        return weight if order is None or weight is None else weight.chosen(order)
+        return weight if order is None else weight.chosen(order)
 
     def _stored(self, file: Path, tensor: GgufTensor) -> StoredTensor:
         return StoredTensor(file, tensor.format, tensor.shape)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.engine.loading.stored import StoredTensor
 from specdec.engine.packed import GROUP_STEP, PackedWeight
 
 
@@ -34,16 +35,21 @@ class Integers:
         found *= self.scales.to(torch.float32)[:, :, None]
         return found.view(rows, width)
 
-    def packed(self) -> PackedWeight | None:
-        """Returns the weight with minima of -scale * zero point; None if no `PackedWeight` holds it."""
+    def packed(self) -> PackedWeight:
+        """Returns the weight with minima of -scale * zero point, if `is_packable`."""
         group = self.values.shape[1] // self.scales.shape[1]
-        if group % GROUP_STEP or (self.zeros is not None and self.scales.dtype is torch.float32):
-            return None
         if self.zeros is None:
             return PackedWeight(self.bits, group, self.values, self.scales)
         low = 1 << (self.bits - 1)
         minima = -self.scales.to(torch.float32) * (self.zeros + low)
-        return PackedWeight(self.bits, group, (self.values.to(torch.int16) + low).to(torch.uint8), self.scales, minima)
+        shifted = (self.values.to(torch.int16) + low).to(torch.uint8)
+        return PackedWeight(self.bits, group, shifted, self.scales, minima)
+
+
+def is_packable(group: int, scales: StoredTensor, has_zeros: bool) -> bool:
+    """Whether `PackedWeight` holds integers with these scales, one for `group` inputs: those with zero points need
+    scales of 16 bits."""
+    return group % GROUP_STEP == 0 and not (has_zeros and scales.dtype == "F32")
 
 
 def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from specdec.engine.interface import CausalModel
 from specdec.engine.loading.config_check import TABLE_MODEL_TYPE, served_positions
 from specdec.engine.loading.devices import find_device
-from specdec.engine.loading.model_folder import Progress, open_model_folder
+from specdec.engine.loading.model_folder import Progress, no_progress, open_model_folder
 from specdec.engine.table_model import load_table_model
 from specdec.errors import ConfigError, ModelRefused
 
@@ -74,6 +74,7 @@ def load_model(
                 has_stable_rows,
                 target_tokenizer,
                 positions_max,
+                progress or no_progress,
             )
         finally:
             is_over.set()

@@ -56,6 +56,11 @@ logger = logging.getLogger("specdec.engine")
 
 Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)
 
+
+def no_progress(_activity: str, _share: float) -> None:
+    """Shows nothing."""
+
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 READ_BYTES = 1 << 22
 

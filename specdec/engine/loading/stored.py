@@ -41,8 +41,12 @@ class PackedFolder(Protocol):
         """Returns a weight as it is unpacked: float32, or plain numbers in their own type."""
         ...
 
-    def packed(self, name: str) -> PackedWeight | None:
-        """Returns a weight as it is packed; None if it is dense, or packed in a way that no `PackedWeight` holds."""
+    def is_packed(self, name: str) -> bool:
+        """Whether `PackedWeight` holds the weight: it is no dense one, nor packed in another way."""
+        ...
+
+    def packed(self, name: str) -> PackedWeight:
+        """Returns a weight as it is packed, if `is_packed`."""
         ...
 
 

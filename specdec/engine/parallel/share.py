@@ -18,12 +18,12 @@ from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 from specdec.engine.loading.config_check import served_positions
 from specdec.engine.loading.fitting import check_weights, empty_model
 from specdec.engine.loading.model_folder import ModelFolder, Progress
+from specdec.engine.loading.weights import fill, output_alone
 from specdec.engine.parallel.commands import Allocate, CommandSender, CopySlots, Scrub, Step, Stop, pack
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.modules import JoinedShare
 from specdec.engine.parallel.split import fit_attention, plan_split
-from specdec.engine.parallel.weights import fill, output_alone
 from specdec.engine.transformers_model import (
     TransformersModel,
     backend_for,
@@ -73,7 +73,7 @@ def load_share(
         describe(folder, model, dtype, _agreed_digest(name, folder, group, progress), positions_max, device),
         tensor_parallel_size=group.place.rank_count,
     )
-    fill(name, model, folder, split, progress)
+    fill(name, model, folder, split.cuts, progress, keeps_packed=device.type == "cpu")
     fit_attention(model, group.place.rank_count)
     model.eval().requires_grad_(False).to(device)
     share = JoinedShare(model.base_model, split, group.exchange)
@@ -85,8 +85,9 @@ def load_share(
 
 def load_output(name: str, folder: ModelFolder, dtype_name: str, model: TransformersModel) -> nn.Module:
     """Returns the whole output layer of the model of which `model` is a share, for rows that rank 0 alone computes."""
-    whole = output_alone(name, folder, dtype_of(folder.config, dtype_name))
-    whole.get_output_embeddings().requires_grad_(False).to(model.backend.device)
+    device = model.backend.device
+    whole = output_alone(name, folder, dtype_of(folder.config, dtype_name), keeps_packed=device.type == "cpu")
+    whole.get_output_embeddings().requires_grad_(False).to(device)
     columns = torch.arange(model.description.vocabulary_size)
     return output_layer(whole, columns, model.backend)
 
@@ -131,7 +132,7 @@ class LeaderModel:
         if group.sender is None:
             raise ValueError("only rank 0 leads")
         self.description = model.description
-        self._model = model
+        self.share = model
         self._group = group
         self._sender = group.sender
         self._load_output = load_output
@@ -146,22 +147,22 @@ class LeaderModel:
     @property
     def cache_bytes_per_position(self) -> int:
         """Bytes on all ranks that share this machine's memory."""
-        own = self._model.cache_bytes_per_position
+        own = self.share.cache_bytes_per_position
         return own * self._group.place.rank_count if self._group.is_on_one_machine else own
 
     @property
     def hidden_size(self) -> int:
-        return self._model.hidden_size
+        return self.share.hidden_size
 
     def return_hidden(self) -> nn.Module:
         """See `HiddenStates`. All ranks have the same hidden states; rank 0 returns its own."""
-        self._model.returns_hidden = True
+        self.share.returns_hidden = True
         return self._load_output()
 
     def allocate(self, block_count: int, block_size: int) -> LeaderStorage:
         self._sender.send(pack(Allocate(block_count, block_size)))
         self._block_count, self._block_size = block_count, block_size
-        return LeaderStorage(self._model.allocate(block_count, block_size), self._sender)
+        return LeaderStorage(self.share.allocate(block_count, block_size), self._sender)
 
     def forward(self, batch: RaggedBatch) -> StepOutput:
         """Runs the batch on all ranks, which plan it at the same time. Raises ValueError for an invalid batch; any
@@ -171,7 +172,7 @@ class LeaderModel:
         words = pack(Step(batch), self._block_size)
         try:
             self._sender.send(words)
-            output = self._model.forward(batch)
+            output = self.share.forward(batch)
         except BaseException as error:
             self._group.watch.fail(0, error)
             raise

@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.loading.weights import Cut
 from specdec.errors import ModelRefused
 
 COLUMN, ROW = "colwise", "rowwise"
@@ -64,15 +65,6 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.down_proj": ROW,
     },
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A rank's part of a weight: concatenated half-open ranges of one dimension, then zeros up to `size`."""
-
-    dimension: int
-    ranges: tuple[tuple[int, int], ...]
-    size: int
 
 
 @dataclass(frozen=True, slots=True)

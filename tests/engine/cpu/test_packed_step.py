@@ -73,7 +73,7 @@ def test_a_tied_packed_table_is_in_memory_once(dtype: torch.dtype, folder_of: Ca
     models = [load("llama", folder_of, dtype) for _ in range(2)]
     for model in models:
         pack_linears(model, 4, GROUP)
-        table = model.lm_head.weight.dense().to(dtype)
+        table = model.lm_head.read().dense().to(dtype)
         model.model.embed_tokens.weight = torch.nn.Parameter(table, requires_grad=False)
     used = {token for chunks in batches() for chunk in chunks for token in chunk.token_ids}
     spare = next(token for token in range(VOCABULARY_SIZE) if token not in used)
