@@ -56,7 +56,10 @@ def test_every_architecture_served_runs_over_ranks(
 
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "qwen3", "gemma3", "olmo2", "gpt2"))],
+    [
+        pytest.param("llama", marks=pytest.mark.more),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "qwen3", "gemma3", "olmo2", "gpt2")),
+    ],
 )
 def test_heads_fewer_than_ranks_are_held_by_several(
     architecture: str, followers: Followers, tiny_folder: Callable[..., Path]
