@@ -20,7 +20,6 @@ from typing import Any
 from safetensors import safe_open
 
 from specdec.engine.loading.architectures import check_supported
-from specdec.engine.loading.compressed import ENTRY, CompressedWeights, Scheme, read_scheme
 from specdec.engine.loading.config_check import TABLE_MODEL_TYPE, checked_config, checked_table_config, end_ids
 from specdec.engine.loading.encoder_decoder import beginning_tokens
 from specdec.engine.loading.folder_files import (
@@ -35,7 +34,8 @@ from specdec.engine.loading.folder_files import (
 )
 from specdec.engine.loading.gguf_folder import describe_gguf
 from specdec.engine.loading.gguf_model import GgufWeights
-from specdec.engine.loading.stored import PackedFolder, StoredTensor
+from specdec.engine.loading.schemes import read_scheme
+from specdec.engine.loading.stored import ENTRY, PackedFolder, PackedScheme, StoredTensor
 from specdec.errors import ModelRefused, one_line, refusing
 from specdec.folders import (
     TOKENIZER_BYTES_MAX,
@@ -194,7 +194,7 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
             raise
 
 
-def with_tensors(folder: ModelFolder, scheme: Scheme | None) -> ModelFolder:
+def with_tensors(folder: ModelFolder, scheme: PackedScheme | None) -> ModelFolder:
     """Returns the folder with what its files of weights hold; `scheme`: of those that are packed. Raises
     ModelRefused."""
     packed: PackedFolder | None = None
@@ -204,7 +204,7 @@ def with_tensors(folder: ModelFolder, scheme: Scheme | None) -> ModelFolder:
         stored = stored_tensors(folder.weight_files)
         if scheme is None:
             return replace(folder, tensors=stored)
-        packed = CompressedWeights(scheme, stored)
+        packed = scheme.weights(stored)
     return replace(folder, tensors=packed.tensors, packed=packed)
 
 
