@@ -32,10 +32,9 @@ from bench.proposers.texts import Found, Text, generate, per_second, whole_per_s
 from bench.step.encoder_decoder import StackSteps, measure_stacks, stack_table
 from specdec.chat.template import ChatTemplate
 from specdec.distill.command import prompts_of
-from specdec.engine.loading.chat_model import chat_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError, SpecdecError
-from specdec.folders import CHAT_DRAFT, EMBEDDED_MODELS
+from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
 
 AUTO = Variant("auto", None, proposers=())  # no names: all that the service has
 GREEDY, SEEDED = RULES_DEFAULT[:2]
@@ -84,7 +83,7 @@ def pair_of(asked: argparse.Namespace) -> Pair:
         template = ChatTemplate.read(asked.target)
         variants: tuple[Variant, ...] = AUTO, synchronous(asked.draft_tokens)
     else:
-        asked.target = chat_model()
+        asked.target = open_model_folder(CHAT_MODEL).path
         prompts, template = questions(asked.per_class), ChatTemplate.read(asked.target)
         variants = (AUTO,)
     encode = (lambda prompt: prompt.prompt) if template is None else (lambda prompt: template_ids(template, prompt))

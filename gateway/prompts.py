@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from specdec.chat.special_tokens import read_present, special_tokens_of
 from specdec.chat.template import RESERVED, ChatTemplate
 from specdec.errors import ConfigError, ModelRefused
-from specdec.folders import TOKENIZER_BYTES_MAX, local_folder, parse_json, read_text
+from specdec.folders import TOKENIZER_BYTES_MAX, described_folder, parse_json, read_text
 from specdec.gateway.errors import CONTEXT_LENGTH, HttpError
 from specdec.protocol.fingerprint import check_tokens, tokenizer_fingerprint
 from specdec.tokenizer_file import whole_tokenizer
@@ -41,8 +41,9 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 def model_folder(model: str) -> Path:
-    """Returns the folder with a model's tokenizer; for a hub id those files are fetched. Raises ModelRefused."""
-    folder = local_folder(model)
+    """Returns the folder with a model's tokenizer: for a GGUF file it is made, for a hub id its files are fetched.
+    Raises ModelRefused."""
+    folder = described_folder(model)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download

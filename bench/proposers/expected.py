@@ -27,10 +27,9 @@ from specdec.advise.agreement import Reader
 from specdec.advise.forecast import Estimate, resampled, share
 from specdec.advise.measuring import EVERYTHING, Text, written
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.engine.loading.chat_model import chat_model
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
-from specdec.folders import CHAT_DRAFT
+from specdec.folders import CHAT_DRAFT, CHAT_MODEL
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import UNIFORM_BITS
@@ -102,7 +101,7 @@ def measure_expected(asked: argparse.Namespace, console: Console) -> tuple[list[
     widened targets have the same distributions, or the chat pair."""
     torch.set_num_threads(1)
     is_chat = asked.pair == "chat"
-    folders = (chat_model(), CHAT_DRAFT) if is_chat else (TARGET_MODEL, DRAFT_MODEL)
+    folders = (open_model_folder(CHAT_MODEL).path, CHAT_DRAFT) if is_chat else (TARGET_MODEL, DRAFT_MODEL)
     asking = [one.prompt for one in questions(-(-asked.prompts // len(CHAT_CLASSES)))] if is_chat else None
     prompts = dict.fromkeys((asking or list(heldout_prompts().values()))[: asked.prompts], EVERYTHING)
     target, draft = (load_model(str(one), "float32", has_stable_rows=False) for one in folders)

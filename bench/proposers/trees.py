@@ -39,10 +39,10 @@ from bench.proposers.texts import (
     shown,
     steps_of,
 )
+from bench.unpacked import write_unpacked
 from models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.chat.template import ChatTemplate
-from specdec.engine.loading.chat_model import chat_model
-from specdec.folders import CHAT_DRAFT
+from specdec.folders import CHAT_DRAFT, CHAT_MODEL
 from specdec.v1 import coordinator_service_pb2 as pb
 
 # By rows: depths and siblings. The first of each are for drafts that are seldom right, the last one also grows.
@@ -100,7 +100,7 @@ def pair_of(name: str, prompt_count: int, scratch: Path) -> Pair:
     """Returns the deepened or widened target with the shipped draft, or the chat pair with as many questions of every
     class."""
     if name == "chat":
-        folder, chosen = chat_model(), questions(-(-prompt_count // len(CHAT_CLASSES)))
+        folder, chosen = write_unpacked(CHAT_MODEL, scratch), questions(-(-prompt_count // len(CHAT_CLASSES)))
         prompts = {question.name: question.prompt for question in chosen}
         return Pair(folder, CHAT_DRAFT, "auto", prompts, (folder, CHAT_DRAFT), ChatTemplate.read(folder))
     prompts = {str(name): prompt for name, prompt in list(heldout_prompts().items())[:prompt_count]}

@@ -1,9 +1,10 @@
 """`python -m bench.step`: a step on a CPU beside reading its weights once, beside llama.cpp, and by part.
 
-In turns, with one and two threads, of the chat model and the deepened target (bench/deepened.py), bfloat16: the step by
-rows and as a tree; plain decoding through the services beside llama.cpp's server with the same weights, and a prompt of
-1,000 tokens; the draft's step beside the bare loop of `transformers`; the step by part. llama.cpp comes from an
-environment of its own, which the command makes. Parts of the results that are not measured again are kept.
+In turns, with one and two threads, of the chat model in bfloat16, in its own 4 bits and in 8 bits, and of the deepened
+target (bench/deepened.py) in bfloat16: the step by rows and as a tree; plain decoding through the services beside
+llama.cpp's server with the same weights, and a prompt of 1,000 tokens; the draft's step beside the bare loop of
+`transformers`; the step by part. llama.cpp comes from an environment of its own, which the command makes. Parts of the
+results that are not measured again are kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,13 +44,15 @@ from bench.step.parts import measure_parts
 from bench.step.picture import picture
 from bench.step.rows import Reading, measure_rows
 from bench.step.served import measure_served
+from bench.unpacked import write_unpacked
 from specdec.engine.cpu.kernels import kernels
-from specdec.engine.loading.chat_model import chat_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import SpecdecError
+from specdec.folders import CHAT_MODEL
 from specdec.telemetry.logs import configure_logs
 
 PARTS = ("rows", "served", "draft", "parts")
-MODELS = {"chat": results.CHAT, "deepened": results.DEEPENED}
+MODELS = {"chat": results.CHAT, "chat-4": results.CHAT_4, "chat-8": results.CHAT_8, "deepened": results.DEEPENED}
 DRAFT_CONTEXTS, DRAFT_RULES = (64, 1000), (0, 3, 4)
 QUICK = {"turns": 5, "prompts": 2, "long_prompts": 1, "tokens": 32}
 Found = tuple[list[Any], list[Bar]]
@@ -72,15 +76,24 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _file_of(name: str) -> Path:
+    """The GGUF file of a model. Raises ModelRefused or ConfigError."""
+    return open_model_folder(name).weight_files[0].resolve()
+
+
 class Run:
     """One run: its models in a folder for the time being, and where it is shown."""
 
     def __init__(self, asked: argparse.Namespace, scratch: Path, console: Console) -> None:
         self._asked, self._scratch, self._console = asked, scratch, console
         self._python: Path | None = None
-        self._folders = {
-            MODELS[name]: chat_model() if name == "chat" else write_deepened(scratch / name) for name in asked.models
+        write: dict[str, Callable[[Path], Path]] = {
+            "chat": partial(write_unpacked, CHAT_MODEL),
+            "chat-4": lambda _: _file_of(CHAT_MODEL),
+            "chat-8": lambda made: write_gguf(write_unpacked(CHAT_MODEL, made), made / "model.gguf", "Q8_0"),
+            "deepened": write_deepened,
         }
+        self._folders = {MODELS[name]: write[name](scratch / name) for name in asked.models}
 
     def measure(self, part: str) -> Found:
         """Shows a part's table and returns its measurements and bars. Raises SpecdecError, grpc.RpcError, OSError."""
@@ -122,8 +135,8 @@ class Run:
         try:
             python = environment()
             return {
-                name: (python, write_gguf(folder, self._scratch / f"{index}.gguf"))
-                for index, (name, folder) in enumerate(self._folders.items())
+                name: (python, own if own.is_file() else write_gguf(own, self._scratch / f"{index}.gguf"))
+                for index, (name, own) in enumerate(self._folders.items())
             }
         except (SpecdecError, OSError) as error:
             self._console.print(f"llama.cpp is left out: {error}", style="yellow")

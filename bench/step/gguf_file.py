@@ -2,7 +2,7 @@
 
 Weight matrices are copied bit for bit, those of queries and keys with their rows in llama.cpp's order; the gains of
 norms are float32, as llama.cpp wants them. The tokenizer is copied as far as token ids need one: prompts are sent as
-ids. Uses the package `gguf` of the extra `chat`, imported here only.
+ids. Uses the package `gguf` of the extra `bench`, imported here only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from specdec.folders import read_json
 ROTATED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
 
 
-def write_gguf(folder: Path, file: Path) -> Path:
-    """Writes the model of `folder`, which has one weights file, and returns `file`.
+def write_gguf(folder: Path, file: Path, kind: str = "BF16") -> Path:
+    """Writes the model of `folder`, which has one weights file, and returns `file`. `kind`: the format of its matrices,
+    BF16 or one that the package writes.
 
     Raises ConfigError without the package `gguf`, or for another class.
     """
     if find_spec("gguf") is None:
-        raise ConfigError("a GGUF file needs the package gguf: pip install 'specdec[chat]'")
+        raise ConfigError("a GGUF file needs the package gguf: pip install 'specdec[bench]'")
     import gguf
 
     config = read_json(folder / "config.json")
@@ -47,8 +48,9 @@ def write_gguf(folder: Path, file: Path) -> Path:
         if weight.dim() == 1:
             writer.add_tensor(found, weight.float().numpy())
         else:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(found, weight.bfloat16().view(torch.uint8).numpy(), raw_dtype=kind)
+            form = gguf.GGMLQuantizationType[kind]
+            stored = gguf.quants.quantize(weight.float().numpy(), form)  # bf16 back to what it was
+            writer.add_tensor(found, stored, raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

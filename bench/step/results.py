@@ -14,7 +14,10 @@ from bench.step.served import ServedMeasurement
 from specdec.engine.cpu.kernels import kernels
 
 CHAT, DEEPENED = "chat model", "deepened"
-GAINS = {CHAT: (1.3, 1.6), DEEPENED: (1.5, 2.3)}  # plain decoding over llama.cpp's: goal, stretch
+CHAT_4, CHAT_8 = "chat model, 4 bits", "chat model, 8 bits"
+# Plain decoding over llama.cpp's: goal, stretch.
+GAINS = {CHAT: (1.3, 1.6), DEEPENED: (1.5, 2.3), CHAT_4: (1.2, 1.6), CHAT_8: (1.2, 1.6)}
+PACKED = {CHAT_4: 0.5, CHAT_8: 0.65}  # the step of one row over bfloat16's
 FLAT = {4: (1.2, 1.05), 8: (1.7, 1.25)}  # T(rows) / T(1)
 FLAT_BFLOAT16 = 1.15  # with instructions that multiply bfloat16
 DRAFT = {1: (0.35, 0.25), 8: (0.8, 0.45)}  # by nodes
@@ -28,7 +31,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def row_bars(measurements: Sequence[RowMeasurement], has_bfloat16: bool) -> list[Bar]:
-    """Of the chat model: the limit, rows, the tree."""
+    """Of the chat model: the limit, rows, the tree, packed weights."""
     own = [measurement for measurement in measurements if measurement.model == CHAT]
     limits = {measurement.name: measurement.over_reading for measurement in own}
     bars = [worst_of("chat model, step of one row / reading its weights", 1.15, limits, True, 1.05)]
@@ -37,7 +40,13 @@ def row_bars(measurements: Sequence[RowMeasurement], has_bfloat16: bool) -> list
         ratios = {measurement.name: measurement.over_one_row[rows].median for measurement in own}
         bars.append(worst_of(f"chat model, T({rows} rows) / T(1)", bound, ratios, True, best))
     trees = {measurement.name: measurement.tree_over_chain.median for measurement in own}
-    return [*bars, worst_of("chat model, tree of 8 rows on 4 paths / chain of 8", 1.05, trees, True)]
+    bars.append(worst_of("chat model, tree of 8 rows on 4 paths / chain of 8", 1.05, trees, True))
+    dense = {measurement.threads: measurement.chain_ms[1] for measurement in own}
+    for model, bound in PACKED.items():
+        packed = [each for each in measurements if each.model == model and each.threads in dense]
+        steps = {each.name: each.chain_ms[1] / dense[each.threads] for each in packed}
+        bars.append(worst_of(f"{model}, step of one row / bfloat16's", bound, steps, True))
+    return bars
 
 
 def served_bars(measurements: Sequence[ServedMeasurement]) -> list[Bar]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from bench.deepened import load
 from bench.engine.steps import BLOCK_SIZE, time_step
@@ -23,6 +22,9 @@ from bench.pipeline.measurements import Ratio, ratio_of
 from bench.proposers.steps import verification
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.loading.folder_files import WEIGHTS_FILE
+from specdec.engine.loading.gguf import read_gguf
+from specdec.engine.loading.model_folder import stored_tensors
+from specdec.folders import GGUF_SUFFIX
 
 READ_BYTES = 10**9
 CONTEXT = 100  # cached tokens
@@ -79,16 +81,16 @@ class Reading:
 
 
 def stored_bytes(folder: Path) -> int:
-    """The bytes of the weights that every step reads, as the folder stores them; an embedding that is no output layer
-    is not among them: a step reads single rows of it."""
-    sizes: dict[str, int] = {}
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        for name in file.keys():
-            part = file.get_slice(name)
-            sizes[name] = math.prod(part.get_shape()) * {"F32": 4}.get(part.get_dtype(), 2)
-    if "lm_head.weight" in sizes:
-        sizes.pop("model.embed_tokens.weight")
-    return sum(sizes.values())
+    """The bytes of the weights that every step reads, as the folder or GGUF file stores them; an embedding that is no
+    output layer is not among them: a step reads single rows of it."""
+    if folder.suffix == GGUF_SUFFIX:
+        sizes = {name: tensor.byte_count for name, tensor in read_gguf(folder).tensors.items()}
+        embedding, output = "token_embd.weight", "output.weight"
+    else:
+        tensors = stored_tensors([folder / WEIGHTS_FILE])
+        sizes = {name: math.prod(own.shape) * {"F32": 4}.get(own.dtype, 2) for name, own in tensors.items()}
+        embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    return sum(size for name, size in sizes.items() if name != embedding or output not in sizes)
 
 
 def measure_rows(

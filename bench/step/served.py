@@ -28,6 +28,7 @@ from bench.step.llama_cpp import llama_server
 from bench.step.timing import Timed
 from specdec.chat.template import ChatTemplate
 from specdec.client.run import Run
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 LONG_PROMPT = 1000  # tokens
@@ -115,11 +116,12 @@ def measure_served(
     with contenders_of(folder, threads, peer) as contenders:
         short: list[list[Timed]] = []
         long: list[list[Timed]] = []
-        prompts = prompts_of(folder, prompt_count)
+        files = open_model_folder(str(folder)).path
+        prompts = prompts_of(files, prompt_count)
         for prompt in [prompts[0], *prompts]:
             short.append([run(prompt, token_count) for run in contenders])
             advance()
-        for prompt in long_prompts_of(folder, long_count + 1):
+        for prompt in long_prompts_of(files, long_count + 1):
             long.append([run(prompt, 1) for run in contenders])
             advance()
     return measurement_of(name, threads, short[1:], long[1:])

@@ -30,7 +30,7 @@ from specdec.advise.serving import (
 from specdec.advise.settings import AdviseSettings
 from specdec.engine.loading.devices import find_device, prepare_libraries
 from specdec.engine.loading.model import load_offline_target
-from specdec.engine.loading.model_folder import ModelFolder, open_with_bar, shown_name
+from specdec.engine.loading.model_folder import ModelFolder, open_model_folder, shown_name
 from specdec.errors import ConfigError
 from specdec.protocol.types import Rule, kind_of
 from specdec.terminal import make_console, print_text
@@ -43,8 +43,8 @@ def advise(settings: AdviseSettings) -> int:
         view.check_plot(settings.plot)  # before minutes of measuring
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
-    drafts = [open_with_bar(name) for name in settings.draft]
-    check_kinds(open_with_bar(settings.target), drafts)
+    drafts = [open_model_folder(name) for name in settings.draft]
+    check_kinds(open_model_folder(settings.target), drafts)
     readings = measured(settings, device, console)
     prices = settings.target_price, settings.draft_price
     advices, times, checks = [], [], []
@@ -84,7 +84,7 @@ def names_of(drafts: Sequence[str]) -> list[str]:
 
 def measured(settings: AdviseSettings, device: str, console: Console) -> list[list[Reading]]:
     """Returns every draft's agreement along the target's texts; models are in memory only meanwhile."""
-    folder = open_with_bar(settings.target)
+    folder = open_model_folder(settings.target)
     target = load_offline_target(settings.target, device)
     about = settings.text_temperatures, settings.text_tokens, settings.text_seed
     texts = written(target, folder, about, classes_of(settings.prompts), console, device)

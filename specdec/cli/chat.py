@@ -87,9 +87,9 @@ def chat(settings: ChatSettings) -> int:
 def template_of(model: str) -> tuple[Path, ChatTemplate]:
     """Returns the folder of a model, and its chat template. Raises ConfigError, ModelRefused."""
     from specdec.chat.template import ChatTemplate
-    from specdec.engine.loading.model_folder import open_with_bar
+    from specdec.engine.loading.model_folder import open_model_folder
 
-    folder = open_with_bar(model).path
+    folder = open_model_folder(model).path
     template = ChatTemplate.read(folder)
     if template is None:
         raise ConfigError(f"{model} has no chat template; specdec generate continues plain text")

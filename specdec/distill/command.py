@@ -39,7 +39,7 @@ from specdec.distill.writing import TextWriter, check_lengths
 from specdec.engine.heads import save_heads
 from specdec.engine.loading.devices import find_device, prepare_libraries
 from specdec.engine.loading.model import load_offline_target
-from specdec.engine.loading.model_folder import ModelFolder, open_with_bar
+from specdec.engine.loading.model_folder import ModelFolder, open_model_folder
 from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
@@ -110,7 +110,7 @@ def distill(
     console = make_console(is_for_errors=True)
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
-    folder = open_with_bar(settings.target)
+    folder = open_model_folder(settings.target)
     temperatures_of(settings.loss_temperatures, "--loss-temperatures", False)
     check_shape(folder, shape_of(settings))
     start = open_start(settings.start, folder) if settings.start else None

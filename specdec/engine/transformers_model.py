@@ -42,7 +42,7 @@ from specdec.engine.loading.model_folder import (
     warn_of_unknown_ends,
 )
 from specdec.engine.loading.weights import fill, unpacked
-from specdec.engine.packed import PackedLinear
+from specdec.engine.packed import PackedLinear, PackedWeight
 from specdec.engine.retokenizer import Retokenizer
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused, refusing
@@ -247,12 +247,15 @@ def dtype_of(config: dict[str, Any], dtype_name: str) -> torch.dtype:
 def output_layer(model: transformers.PreTrainedModel, columns: torch.Tensor, backend: Backend) -> nn.Module:
     """Returns the output layer in float32, for these ids, with the architecture's scaling of logits."""
     output = model.get_output_embeddings()
-    if not isinstance(output, (nn.Linear, PackedLinear)):
-        raise ModelRefused(f"an output layer of type {type(output).__name__} is not supported")
     count = len(columns)
     chosen = slice(count) if columns[-1] == count - 1 else columns  # a view, if they are the first ones
-    is_packed = isinstance(output, PackedLinear)
-    weight = output.read().chosen(chosen) if is_packed else output.weight.detach()[chosen]
+    weight: torch.Tensor | PackedWeight
+    if isinstance(output, PackedLinear):
+        weight = output.read().chosen(chosen)
+    elif isinstance(output, nn.Linear):
+        weight = output.weight.detach()[chosen]
+    else:
+        raise ModelRefused(f"an output layer of type {type(output).__name__} is not supported")
     bias = None if output.bias is None else output.bias.detach()[chosen]
     return backend.output_layer(weight, bias, *logit_scaling(model))
 

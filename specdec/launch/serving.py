@@ -43,14 +43,14 @@ class Serving:
 def running(settings: ServeSettings) -> Iterator[Serving]:
     """Yields the services once they serve, and stops them at the end. Raises SpecdecError when one cannot start, and
     Mismatch with both models unless their tokenizers are equal."""
-    from specdec.engine.loading.model_folder import open_with_bar
+    from specdec.engine.loading.model_folder import open_model_folder
     from specdec.rpc.ports import check_port
 
     check_port(settings.host, settings.port)  # before two models are loaded
     if settings.http_port is not None:
         check_port(settings.host, settings.http_port, "--http-port")
     if not local_folder(settings.model).is_dir():
-        open_with_bar(settings.model)  # fetched or converted once: target and draft both read its tokenizer
+        open_model_folder(settings.model)  # fetched, or its folder made, once: target and draft both read its tokenizer
     names = "target and draft" if settings.has_draft else "the target"
     serving = Serving()
     try:

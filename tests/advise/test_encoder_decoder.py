@@ -60,6 +60,7 @@ def test_measures_are_those_of_transformers_distributions(pair: tuple[Path, Path
         assert torch.allclose(own.confidence, q.max(1).values, **close)
 
 
+@pytest.mark.more
 def test_served_rounds_are_the_predicted_ones(pair: tuple[Path, Path]) -> None:
     """Claim: along a served text the predicted coins give the accepted draft tokens of every generation, under GREEDY
     and, with the seed, under COUPLED. Conclusive: coins are 0 or 1, so there is no chance in it; real services, chains
@@ -103,6 +104,7 @@ def prompts(tmp_path: Path) -> Path:
     return tmp_path / "prompts.txt"
 
 
+@pytest.mark.more
 def test_the_command_predicts_what_is_then_served(pair: tuple[Path, Path], prompts: Path) -> None:
     """Claim: `specdec advise --check` tells agreement and plans of such a pair, and what it then serves is near: greedy
     answers are the same texts, so the tokens of a round are the predicted ones within an interval. No time is judged.

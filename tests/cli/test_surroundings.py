@@ -16,7 +16,7 @@ import pytest
 
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ModelRefused
-from specdec.folders import CHAT_MODEL, cache_folder, local_folder
+from specdec.folders import cache_folder, local_folder
 from specdec.launch.children import python_command
 from specdec.process_watch import __file__ as watch_program
 from tests.support.engine_models import make_tiny_model
@@ -164,24 +164,27 @@ def test_a_hung_process_is_ended_without_anyone_told(redirection: str) -> None:
 
 
 def test_a_user_without_a_home_folder_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Claim: without HOME and an entry in the list of users, or with a HOME that is no absolute path, the name of the
-    chat model is refused in a sentence.
+    """Claim: without HOME and an entry in the list of users, or with a HOME that is no absolute path, a GGUF file,
+    whose folder lies in the cache, is refused in a sentence.
 
     Conclusive: the function itself; the last lines show that it finds the folder where there is one.
     """
     monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
     monkeypatch.chdir(tmp_path)
+    file = tmp_path / "model.gguf"
+    file.touch()
     for home, cache in ((None, None), ("", "odd"), ("home", None)):
         for name, value in (("HOME", home), ("XDG_CACHE_HOME", cache)):
             monkeypatch.delenv(name, raising=False)
             if value:
                 monkeypatch.setenv(name, value)
-        for name in (CHAT_MODEL, "~/model")[: 1 if home else 2]:
+        for name in (str(file), "~/model")[: 1 if home else 2]:
             with pytest.raises(ModelRefused, match="home"):
                 local_folder(name)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [file]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert local_folder(CHAT_MODEL) == cache_folder() / CHAT_MODEL == tmp_path / ".cache" / "specdec" / CHAT_MODEL
+    assert cache_folder() == tmp_path / ".cache" / "specdec"
+    assert local_folder(str(file)).is_relative_to(cache_folder())
 
 
 def ready_line(command: list[str], **options: object) -> str:

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
-from specdec.engine.loading.compressed import read_scheme
-from specdec.engine.loading.folder_files import WEIGHTS_FILE
 from specdec.engine.loading.model_folder import open_model_folder
+from specdec.engine.loading.schemes import read_scheme
 from specdec.errors import ModelRefused
 from tests.support.compressed_folders import LAYOUTS, pack_folder, scheme, words
 from tests.support.engine_models import Driver, make_tiny_model, random_tokens
+from tests.support.packed_folders import Tensors, change_tensors, check_served
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +43,9 @@ def test_weights_logits_and_texts_are_those_that_a_layout_means(layout: str, pla
     one = "model.layers.0.mlp.down_proj.weight"
     _, _, kind, bits, group, has_zeros, dtype = LAYOUTS[layout]
     assert folder.packed.is_packed(one) != (kind == "float8" or (has_zeros and dtype is torch.float32))
-    assert folder.packed.format == f"{LAYOUTS[layout][0]} {'F8_E4M3' if kind == 'float8' else f'I{bits}'}"
-    reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    reference.load_state_dict({name: weight.to(torch.float32) for name, weight in meant.items()})
-    driver, tokens = Driver.load(tmp_path / "packed", "float32"), random_tokens(60, 1)
-    found = driver.feed(driver.open(60), tokens)
-    with torch.inference_mode():
-        expected = reference(torch.tensor([tokens])).logits[0, :, :288]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert f"weights {folder.packed.format}" in driver.model.description.libraries
+    label = {"float8": "F8_E4M3", "mxfp4": "MXFP4"}.get(kind, f"I{bits}")
+    assert folder.packed.format == f"{LAYOUTS[layout][0]} {label}"
+    check_served(plain, tmp_path / "packed", meant, folder.packed.format)
 
 
 def test_logits_of_float8_blocks_are_those_of_transformers_on_the_folder(plain: Path, tmp_path: Path) -> None:
@@ -81,7 +74,7 @@ def test_words_hold_the_first_value_in_their_lowest_bits(plain: Path, tmp_path: 
     ("entry", "named"),
     [
         ("gptq", "quantization_config is"),
-        ({"quant_method": "gptq"}, 'quant_method is "gptq"'),
+        ({"quant_method": "mxfp4"}, 'quant_method is "mxfp4"'),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
         (scheme("w4-groups") | {"format": "marlin-24"}, 'format is "marlin-24"'),
@@ -91,6 +84,8 @@ def test_words_hold_the_first_value_in_their_lowest_bits(plain: Path, tmp_path: 
         (scheme("w4-groups") | {"config_groups": {"g": {"weights": {"num_bits": 3}}}}, "num_bits is 3"),
         (scheme("w4-groups") | {"config_groups": {"g": {"weights": None}}}, "num_bits is null"),
         (scheme("w4-groups") | {"config_groups": {"g": {"format": "x"}}}, 'g.format is "x"'),
+        (scheme("mxfp4") | {"config_groups": {"g": {"weights": {"num_bits": 4, "type": "int"}}}}, 'type is "int"'),
+        (scheme("mxfp4") | {"format": "nvfp4-pack-quantized"}, 'format is "nvfp4-pack-quantized"'),
         (
             scheme("w4-groups") | {"config_groups": {"g": {"weights": {"num_bits": 4, "actorder": "dynamic"}}}},
             'actorder is "dynamic"',
@@ -112,7 +107,6 @@ def test_a_scheme_that_is_not_understood_is_refused_by_name(entry: object, named
 
 
 MODULE = "model.layers.0.mlp.up_proj"
-Tensors = dict[str, torch.Tensor]
 FAULTS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
     "no shape": ("w4-groups", lambda parts: parts.pop(f"{MODULE}.weight_shape"), "has no weight_shape"),
     "another shape": (
@@ -170,6 +164,31 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         lambda parts: parts.update({f"{MODULE}.weight_scale": torch.ones(1)}),
         "has two weights or scales",
     ),
+    "bytes of MXFP4 with other groups": (
+        "mxfp4",
+        lambda parts: parts.update({f"{MODULE}.weight_scale": torch.zeros(160, 4, dtype=torch.uint8)}),
+        "weight_scale has the shape [160, 4]",
+    ),
+    "scales of MXFP4 as numbers": (
+        "mxfp4",
+        lambda parts: parts.update({f"{MODULE}.weight_scale": torch.ones(160, 2)}),
+        'weight_scale has the type "F32"',
+    ),
+    "a scale of MXFP4 that is no number": (
+        "mxfp4",
+        lambda parts: parts[f"{MODULE}.weight_scale"].fill_(255),
+        "weight_scale has the value 255",
+    ),
+    "a zero point of MXFP4": (
+        "mxfp4",
+        lambda parts: parts.update({f"{MODULE}.weight_zero_point": torch.zeros(160, 2, dtype=torch.uint8)}),
+        "weight_zero_point belongs to no weight",
+    ),
+    "a scale of all weights of MXFP4": (
+        "mxfp4",
+        lambda parts: parts.update({f"{MODULE}.weight_global_scale": torch.ones(1)}),
+        "weight_global_scale belongs to no",
+    ),
     "a lost weight": ("w4-groups", lambda parts: parts.pop(f"{MODULE}.weight_packed"), f"lack {MODULE}.weight"),
 }
 
@@ -183,9 +202,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, plain: Path, tmp
     """
     layout, plant, named = FAULTS[name]
     pack_folder(plain, tmp_path / "packed", layout)
-    parts = load_file(tmp_path / "packed" / WEIGHTS_FILE)
-    plant(parts)
-    save_file(parts, tmp_path / "packed" / WEIGHTS_FILE, metadata={"format": "pt"})
+    change_tensors(tmp_path / "packed", plant)
     with pytest.raises(ModelRefused) as caught:
         Driver.load(tmp_path / "packed", "float32")
     assert named in str(caught.value) and "\n" not in str(caught.value)

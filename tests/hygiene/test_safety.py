@@ -43,8 +43,8 @@ def test_nothing_read_is_ever_run() -> None:
 
 def test_one_place_starts_python() -> None:
     """Claim: every Python process of specdec is started by `python_command`, so that it imports nothing from the folder
-    it is started in; the renderer of chat templates, whose package is below the commands, has the same flag, and the
-    second process of the watch is isolated by itself.
+    it is started in; the renderer of chat templates and the maker of a GGUF file's folder, whose packages are below the
+    commands, have the same flag, and the second process of the watch is isolated by itself.
 
     Conclusive for processes started by `sys.executable`: no other module names it.
     """
@@ -54,8 +54,9 @@ def test_one_place_starts_python() -> None:
         for node in ast.walk(module.tree)
         if isinstance(node, ast.List | ast.Call) and "sys.executable" in {ast.unparse(part) for part in parts_of(node)}
     }
-    own = {"specdec/launch/children.py", "specdec/process_watch.py", "specdec/chat/rendering.py"}
+    own = {"specdec/launch/children.py", "specdec/process_watch.py", "specdec/chat/rendering.py", "specdec/folders.py"}
     assert named.keys() == own, named
+    assert named["specdec/folders.py"].startswith("[sys.executable, '-P', '-m', GGUF_FOLDER_MAKER, ")
     assert named["specdec/chat/rendering.py"] == "[sys.executable, '-P', '-m', 'specdec.chat.renderer']"
     assert named["specdec/launch/children.py"] == "[sys.executable, '-P', *arguments]"
     assert named["specdec/process_watch.py"].startswith("[sys.executable, '-I', '-S', __file__, ")

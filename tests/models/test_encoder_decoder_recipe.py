@@ -125,7 +125,7 @@ def test_the_target_learns_and_the_draft_learns_the_target(made: Path) -> None:
     assert last["GREEDY 0"] > first["GREEDY 0"] + 0.05
     assert len(before) == 5
     for rule in ("REJECTION 1", "COUPLED 1"):
-        assert after[rule] > min(before[rule] + 0.02, 0.95), (before, after)
+        assert after[rule] > min(before[rule] + 0.01, 0.95), (before, after)
 
 
 @pytest.mark.more

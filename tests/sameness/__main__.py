@@ -5,12 +5,15 @@ generated with speculation and without, GREEDY and COUPLED with seeds, all ways 
 Tokens, text and log-probabilities must be equal to the last bit; ends with 1 where they are not, and with 2 and the
 reason where a run ends before all are compared: services that do not start in time or are lost. `--target` sets options
 of the target service: ranks, a small cache, prefix caching. The shipped target has its heads if a way asks for them.
+`--packed` runs it in packed formats, one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +27,7 @@ from rich.table import Table
 from specdec.errors import SpecdecError
 from tests.sameness.comparison import Comparison, compare
 from tests.sameness.generations import ALL_PARAMS, HEADS_WAY, WAYS, generations
+from tests.support.packed_pairs import FORMATS, write_pair
 from tests.support.services import MODELS, Services, running
 
 SHOWN_MAX = 10
@@ -41,6 +45,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--models", nargs=2, type=Path, metavar=("TARGET", "DRAFT"), help="folders of both (the shipped pair)"
     )
     parser.add_argument(
+        "--packed", nargs="+", choices=FORMATS, metavar="FORMAT", help="of the target's weights: %(choices)s"
+    )
+    parser.add_argument(
         "--ways", nargs="+", choices=WAYS, metavar="NAME", help="to speculate (all; no heads of others)"
     )
     parser.add_argument(
@@ -53,13 +60,29 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     asked = parser.parse_args(arguments)
     if strangers := [own for own in asked.target if "=" not in own]:
         parser.error(f"--target takes NAME=VALUE; not {', '.join(strangers)}")
-    asked.ways = asked.ways or [way for way in WAYS if way != HEADS_WAY or not asked.models]
+    if asked.packed and asked.models:
+        parser.error("--packed is of the shipped pair; not of --models")
+    asked.ways = asked.ways or [way for way in WAYS if way != HEADS_WAY or not (asked.models or asked.packed)]
     return asked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = options(arguments)
     console = Console(width=120)
+    if not asked.packed:
+        return run(asked, console)
+    results = set()
+    for name in asked.packed:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["XDG_CACHE_HOME"] = folder  # where folders of GGUF files are made
+            asked.models = write_pair(name, Path(folder))
+            console.print(f"{name}:")
+            results.add(run(asked, console))
+    return max(results)
+
+
+def run(asked: argparse.Namespace, console: Console) -> int:
+    """Compares one pair with each dtype; returns an exit code."""
     target = target_settings(asked)
     is_same = is_complete = True
     for dtype in asked.dtypes:

@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from bench.harness import heldout_prompts
+from specdec.folders import tokenizer_file
 from tests.support.services import MODELS, SHAPES, fixed
 
 WINDOW_TOKENS_MIN = 4
@@ -64,8 +65,8 @@ class Generation:
 
 
 def heldout_token_ids(model: Path = MODELS / "target") -> list[list[int]]:
-    """The shipped held-out prompts in the tokens of a model folder."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    """The shipped held-out prompts in the tokens of a model folder or GGUF file that is in use."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file(str(model))))
     return [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in heldout_prompts().values()]
 
 

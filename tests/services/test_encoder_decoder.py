@@ -310,6 +310,7 @@ def test_replicas_refuse_what_does_not_lie_behind_the_input(pair: Services) -> N
         assert draft_answers(pair, *items, count=1)[0].error.field == field
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_encoder_draft", [False, True], ids=["decoder draft", "encoder-decoder draft"])
 def test_a_draft_of_another_kind_is_not_used(is_encoder_draft: bool, models: tuple[Path, Path], tmp_path: Path) -> None:
     """Claim: a draft that is a decoder alone does not draft for an encoder-decoder target, nor the reverse: Describe
@@ -330,6 +331,7 @@ def test_a_draft_of_another_kind_is_not_used(is_encoder_draft: bool, models: tup
             assert violations(error) == ["decoder_prompt"] and "absent" in str(error.details())
 
 
+@pytest.mark.more
 def test_preempted_texts_are_the_same(models: tuple[Path, Path]) -> None:
     """Claim: in a cache that is too small for all texts at once sessions are preempted, and all texts are those of a
     large cache. Conclusive: the target counts preemptions."""

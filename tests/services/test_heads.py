@@ -263,7 +263,7 @@ def test_heads_of_another_target_and_no_heads_are_refused_before_serving(
         assert sentence in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["t5-gated", "t5-gated-tied"])
+@pytest.mark.parametrize("kind", ["t5-gated", pytest.param("t5-gated-tied", marks=pytest.mark.more)])
 def test_an_encoder_decoder_proposes_after_its_output(kind: str, tmp_path: Path) -> None:
     """Claim: the proposals of such a target are those of its decoder's last committed row, after chains of every
     accepted length, with an output layer of its own and with one that scales its rows. Conclusive: `transformers` and

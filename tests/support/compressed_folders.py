@@ -1,16 +1,15 @@
-"""Folders of packed weights, written by hand after the layouts of compressed-tensors and of FP8."""
+"""Folders of packed weights, written by hand after the layouts of compressed-tensors, MXFP4 and FP8."""
 
 from __future__ import annotations
 
-import json
-import shutil
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from specdec.engine.loading.folder_files import WEIGHTS_FILE
+from tests.support.packed_folders import Tensors, write_packed
 
 # By name: the method, the format, and how a weight is stored: kind of number, bits, inputs of a scale (0: a row; -1:
 # all weights), whether it has zero points, type of scales.
@@ -24,12 +23,15 @@ LAYOUTS: dict[str, tuple[str, str, str, int, int, bool, torch.dtype]] = {
     "int8-rows": ("compressed-tensors", "int-quantized", "int8", 8, 0, False, torch.bfloat16),
     "int8-rows-zeros": ("compressed-tensors", "naive-quantized", "int8", 8, 0, True, torch.bfloat16),
     "int8-tensor": ("compressed-tensors", "int-quantized", "int8", 8, -1, False, torch.float32),
+    "mxfp4": ("compressed-tensors", "mxfp4-pack-quantized", "mxfp4", 4, 32, False, torch.uint8),
     "fp8-tensor": ("compressed-tensors", "float-quantized", "float8", 8, -1, False, torch.bfloat16),
     "fp8-rows": ("compressed-tensors", "float-quantized", "float8", 8, 0, False, torch.bfloat16),
     "fp8-blocks": ("fp8", "", "float8", 8, 48, False, torch.float32),
     "fp8-even-blocks": ("fp8", "", "float8", 8, 32, False, torch.float32),
 }
 BLOCKS = {48: (40, 48), 32: (32, 32)}  # by inputs: the first ones do not divide the sizes of a tiny model
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three lower bits; the fourth is the sign
 
 
 def words(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -50,6 +52,8 @@ def stored(layout: str, name: str, weight: torch.Tensor) -> tuple[dict[str, torc
     module = name.removesuffix(".weight")
     if kind == "float8":
         return stored_float8(layout, module, weight)
+    if kind == "mxfp4":
+        return stored_mxfp4(module, weight)
     if group == -1:
         scale = (weight.abs().max() / 127).reshape(1).to(dtype)
         grouped, spread = weight.view(rows, 1, width), scale.double().view(1, 1)
@@ -92,29 +96,38 @@ def stored_float8(layout: str, module: str, weight: torch.Tensor) -> tuple[dict[
     return {f"{module}.weight": numbers, f"{module}.{name}": own}, numbers.double() * spread
 
 
+def stored_mxfp4(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Packs one number after the other; a zero keeps the sign of what it was."""
+    rows, width = weight.shape
+    codes = torch.zeros(rows, width // 2, dtype=torch.uint8)
+    exponents = torch.zeros(rows, width // 32, dtype=torch.uint8)
+    meaning = torch.zeros(rows, width, dtype=torch.float64)
+    for row, numbers in enumerate(weight.tolist()):
+        for first in range(0, width, 32):
+            exponent = math.ceil(math.log2(max(abs(number) for number in numbers[first : first + 32]) / 6))
+            exponents[row, first // 32] = 127 + exponent
+            made = []
+            for number in numbers[first : first + 32]:
+                size = min(range(8), key=lambda code: abs(E2M1[code] - abs(number) / 2**exponent))
+                made.append(size + 8 * (number < 0))
+            pairs = [made[index] + 16 * made[index + 1] for index in range(0, 32, 2)]
+            codes[row, first // 2 : first // 2 + 16] = torch.tensor(pairs, dtype=torch.uint8)
+            values = [E2M1[code % 8] * (-1 if code >= 8 else 1) * 2.0**exponent for code in made]
+            meaning[row, first : first + 32] = torch.tensor(values, dtype=torch.float64)
+    return {f"{module}.weight_packed": codes, f"{module}.weight_scale": exponents}, meaning
+
+
 def scheme(layout: str) -> dict[str, Any]:
     method, form, kind, bits, group, has_zeros, _ = LAYOUTS[layout]
     if method == "fp8":
         return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCKS[group])}
     strategy = {-1: "tensor", 0: "channel"}.get(group, "group")
-    weights = {"num_bits": bits, "type": "float" if kind == "float8" else "int", "symmetric": not has_zeros}
+    weights = {"num_bits": bits, "type": "float" if kind in ("float8", "mxfp4") else "int", "symmetric": not has_zeros}
     weights |= {"strategy": strategy, "group_size": group if group > 0 else None}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     return {"quant_method": method, "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
-def pack_folder(source: Path, folder: Path, layout: str) -> dict[str, torch.Tensor]:
+def pack_folder(source: Path, folder: Path, layout: str) -> Tensors:
     """Writes the packed copy of a folder and returns all of its weights as they are meant, in float64."""
-    shutil.copytree(source, folder)
-    packed: dict[str, torch.Tensor] = {}
-    meant = {}
-    for name, weight in load_file(source / WEIGHTS_FILE).items():
-        if name.endswith("_proj.weight"):
-            parts, meant[name] = stored(layout, name, weight.double())
-            packed |= parts
-        else:
-            packed[name], meant[name] = weight, weight.double()
-    save_file(packed, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": scheme(layout)}), encoding="utf-8")
-    return meant
+    return write_packed(source, folder, scheme(layout), partial(stored, layout))

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from specdec.engine.loading.gguf_formats import FORMATS
 from tests.support.engine_models import make_tiny_model
-from tests.support.gguf_files import plain_stored, random_stored, write_gguf
+from tests.support.gguf_files import plain_stored, write_gguf
+from tests.support.k_formats import stored_k
 
 KEYS = {
     "context_length": "max_position_embeddings",
@@ -57,32 +59,39 @@ def make_tiny_gguf(folder: Path, architecture: str, kind: str, fields: dict | No
     """Writes NAME.gguf in a folder of its own: a tiny model with the matrices of its layers in one format. `fields`:
     further metadata."""
     source = make_tiny_model(folder / "source", architecture, **(WIDE | {"tie_word_embeddings": True} | overrides))
+    file = folder / "model" / f"{architecture}.{kind}.gguf"
+    file.parent.mkdir()
+    return write_model(source, file, kind, {f"{architecture}.rope.freq_base": 5000.0} | (fields or {}))
+
+
+def write_model(source: Path, file: Path, kind: str, fields: dict | None = None) -> Path:
+    """Writes a folder's model as a GGUF file with its matrices in one format, those whose rows are no whole blocks of
+    it in Q8_0. `fields`: further metadata."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    architecture = config["model_type"]
     tensors = {}
     for name, weight in load_file(source / "model.safetensors").items():
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         count = next((count for part, count in heads.items() if part in name), 0)
         weight = permuted(weight, count) if count and architecture == "llama" else weight
-        stored = stored_in(kind, weight) if weight.dim() == 2 else ("F32", plain_stored(weight))
+        own = kind if weight.shape[-1] % FORMATS[kind].block == 0 else "Q8_0"
+        stored = stored_in(own, weight) if weight.dim() == 2 else ("F32", plain_stored(weight.float()))
         tensors[gguf_name(name)] = (stored[0], tuple(weight.shape), stored[1])
     entries = {f"{architecture}.{key}": config[name] for key, name in KEYS.items()}
-    entries |= {f"{architecture}.rope.freq_base": 5000.0, "general.architecture": architecture}
-    file = folder / "model" / f"{architecture}.{kind}.gguf"
-    file.parent.mkdir()
+    entries |= {"general.architecture": architecture}
     return write_gguf(file, entries | tokenizer_fields(source / "tokenizer.json") | (fields or {}), tensors)
 
 
 def stored_in(kind: str, weight: torch.Tensor) -> tuple[str, bytes]:
-    """Returns a format and a weight's bytes in it: those of the `gguf` package; of the K formats, which that does not
-    write, random ones as small as the weights."""
+    """Returns a format and a weight's bytes in it: those of the `gguf` package, or of `stored_k`."""
     plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     if kind in plain:
         return kind, plain_stored(weight.to(plain[kind]))
     if kind in ("Q4_K", "Q6_K"):
-        return kind, random_stored(kind, tuple(weight.shape), len(weight), 2e-4)
+        return kind, stored_k(kind, weight)
     from gguf import GGMLQuantizationType, quants
 
-    return kind, quants.quantize(weight.numpy(), GGMLQuantizationType[kind]).tobytes()
+    return kind, quants.quantize(weight.float().numpy(), GGMLQuantizationType[kind]).tobytes()
 
 
 def tokenizer_fields(file: Path) -> dict[str, object]:

@@ -1,9 +1,12 @@
-"""Packed weights in safetensors files: compressed-tensors of 4 and 8 bits, and FP8 per tensor, channel or block.
+"""Packed weights in safetensors files: compressed-tensors of 4 and 8 bits, MXFP4, and FP8 per tensor, channel or block.
 
 Source: the layouts that the package compressed-tensors writes, and `transformers`' `FineGrainedFP8Config`. A weight's
-own tensors say what it is: `weight_packed` (32-bit words, the first value in the lowest bits), or `weight` of int8 or
-float8, with `weight_scale` or `weight_scale_inv`, both of which multiply. Only weights are packed here: the scales of
-activations that such a folder may name are not used, so a product has the activations' own numbers.
+own tensors say what it is: `weight_packed` (32-bit words, the first value in the lowest bits; bytes of MXFP4), or
+`weight` of int8 or float8, with `weight_scale` or `weight_scale_inv`, both of which multiply. Only weights are packed
+here: the scales of activations that such a folder may name are not used, so a product has the activations' own numbers.
+
+MXFP4 (OCP Microscaling Formats 1.0): two numbers of E2M1 a byte, the first in the low bits, and a power of two for each
+32 of a row, a byte of E8M0. Twice such a number is an integer, so a weight is held as 8 bits with half the scale.
 """
 
 from __future__ import annotations
@@ -15,19 +18,29 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import safe_open
 
-from specdec.engine.loading.stored import StoredTensor
-from specdec.engine.packed import GROUP_STEP, PackedWeight
-from specdec.errors import ModelRefused, refusing
+from specdec.engine.loading.integers import Integers, is_packable, unpacked_words
+from specdec.engine.loading.stored import ENTRY, StoredTensor, check_plain, read_tensor, refuse_tensor
+from specdec.engine.packed import PackedWeight
+from specdec.errors import ModelRefused
 from specdec.folders import refuse, shown
 
-ENTRY = "quantization_config"
 COMPRESSED, FP8 = "compressed-tensors", "fp8"
-FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
-PLAIN_TYPES = ("F64", "F32", "BF16", "F16")  # in the letters of safetensors
+MXFP4_FORMAT = "mxfp4-pack-quantized"
+FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", MXFP4_FORMAT)
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
-FLOAT8 = "F8_E4M3"
+FLOAT8, MXFP4 = "F8_E4M3", "MXFP4"
+INTEGER_BITS = {"I4": 4, "I8": 8, MXFP4: 8}  # those of the integers that a kind of weight has
+MX_GROUP, MX_BIAS, MX_NAN = 32, 127, 255
+MX_FIELDS: Mapping[str, tuple[object, ...]] = {  # what weights of MXFP4 may say of themselves
+    "num_bits": (4,),
+    "type": ("float",),
+    "group_size": (MX_GROUP, None),
+    "strategy": ("group", None),
+    "symmetric": (True, None),
+    "scale_dtype": ("torch.uint8", None),
+}
+TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 WEIGHT_PARTS = ("weight", "weight_packed")
 SCALE_PARTS = ("weight_scale", "weight_scale_inv")
 OTHER_PARTS = ("weight_shape", "weight_zero_point", "bias")
@@ -37,32 +50,38 @@ BLOCK_MAX = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What config.json says of packed weights. `blocks`: rows and inputs of a scale of FP8, if it names them."""
+    """What config.json says of packed weights. `blocks`: rows and inputs of a scale of FP8, if it names them;
+    `formats`: those of compressed-tensors that it names."""
 
     method: str
     blocks: tuple[int, int] | None = None
+    formats: frozenset[str] = frozenset()
+
+    def weights(self, stored: Mapping[str, StoredTensor]) -> CompressedWeights:
+        return CompressedWeights(self, stored)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """One packed weight: its tensors by part, its shape, and bits of an integer (0: FP8)."""
+    """One packed weight: its tensors by part, its shape, and its kind, of INTEGER_BITS or FLOAT8."""
 
     parts: Mapping[str, str]
     shape: tuple[int, int]
-    bits: int
+    kind: str
+
+    @property
+    def bits(self) -> int:
+        """Bits of an integer, 0 of FP8."""
+        return INTEGER_BITS.get(self.kind, 0)
 
 
-def read_scheme(file: Path, config: Mapping[str, Any]) -> Scheme | None:
-    """Returns the scheme of a config.json, None if its weights are dense. Raises ModelRefused for another one."""
-    entry = config.get(ENTRY)
-    if not entry:
-        return None
-    method = entry.get("quant_method") if isinstance(entry, dict) else None
-    if method == FP8:
-        return Scheme(FP8, _blocks(file, f"{ENTRY}.weight_block_size", entry.get("weight_block_size")))
-    if method != COMPRESSED:
-        named = f"{ENTRY}.quant_method"
-        raise refuse(file, named, method, f"{COMPRESSED} or {FP8}: weights that are quantized otherwise are not read")
+def read_fp8(file: Path, entry: Mapping[str, Any]) -> Scheme:
+    """Returns the scheme of a configuration of FP8. Raises ModelRefused."""
+    return Scheme(FP8, _blocks(file, f"{ENTRY}.weight_block_size", entry.get("weight_block_size")))
+
+
+def read_compressed(file: Path, entry: Mapping[str, Any]) -> Scheme:
+    """Returns the scheme of a configuration of compressed-tensors. Raises ModelRefused."""
     _check_entry(file, f"{ENTRY}.format", entry.get("format"))
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if entry.get(name) and entry[name] != {"format": "dense"}:
@@ -70,7 +89,7 @@ def read_scheme(file: Path, config: Mapping[str, Any]) -> Scheme | None:
     groups = entry.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise refuse(file, f"{ENTRY}.config_groups", groups, "an object of objects")
-    found = None
+    found, formats = None, set()
     for name, group in groups.items():
         place, weights = f"{ENTRY}.config_groups.{name}", group.get("weights")
         if group.get("format") is not None:
@@ -81,12 +100,22 @@ def read_scheme(file: Path, config: Mapping[str, Any]) -> Scheme | None:
         if weights.get("actorder") not in (None, False, "weight", "static"):
             raise refuse(file, f"{place}.weights.actorder", weights["actorder"], "absent, weight or static")
         found = _blocks(file, f"{place}.weights.block_structure", weights.get("block_structure")) or found
-    return Scheme(COMPRESSED, found)
+        form = group.get("format") or entry["format"]
+        formats.add(form)
+        if form == MXFP4_FORMAT:
+            _check_mxfp4(file, f"{place}.weights", weights)
+    return Scheme(COMPRESSED, found, frozenset(formats))
 
 
 def _check_entry(file: Path, name: str, value: object) -> None:
     if value not in FORMATS:
         raise refuse(file, name, value, f"one of {', '.join(FORMATS)}")
+
+
+def _check_mxfp4(file: Path, place: str, weights: Mapping[str, Any]) -> None:
+    for name, values in MX_FIELDS.items():
+        if weights.get(name) not in values:
+            raise refuse(file, f"{place}.{name}", weights.get(name), f"{shown(values[0])} of {MXFP4_FORMAT}")
 
 
 def _blocks(file: Path, name: str, value: object) -> tuple[int, int] | None:
@@ -114,16 +143,14 @@ class CompressedWeights:
             if module not in packed:
                 if part in UNUSED_PARTS:
                     continue
-                if tensor.dtype not in PLAIN_TYPES:
-                    self._refuse(name, "type", tensor.dtype, f"one of {', '.join(PLAIN_TYPES)}, or have a scale")
+                check_plain(stored, name)
                 self.tensors[name] = tensor
             elif part == "bias":
                 self.tensors[name] = tensor
             elif part in WEIGHT_PARTS:
                 layout = self._layout(module, part)
-                label = f"I{layout.bits}" if layout.bits else FLOAT8
                 self._layouts[f"{module}.weight"] = layout
-                self.tensors[f"{module}.weight"] = StoredTensor(tensor.file, label, layout.shape)
+                self.tensors[f"{module}.weight"] = StoredTensor(tensor.file, layout.kind, layout.shape)
             elif part not in SCALE_PARTS + OTHER_PARTS + UNUSED_PARTS:
                 raise ModelRefused(f"{tensor.file}: {name} belongs to no supported layout of a packed weight")
 
@@ -135,13 +162,9 @@ class CompressedWeights:
         layout = self._layouts.get(name)
         if layout is None:
             return self._read(name)
-        rows, width = layout.shape
         if layout.bits:
-            values, scales, zeros = self._integers(layout)
-            shifted = values.to(torch.float32).view(rows, scales.shape[1], -1)
-            if zeros is not None:
-                shifted -= zeros[:, :, None]
-            return (shifted * scales.to(torch.float32)[:, :, None]).view(rows, width)
+            return self._integers(layout).dense()
+        rows, width = layout.shape
         found = self._read(layout.parts["weight"]).to(torch.float32)
         scales = self._scales(layout).to(torch.float32)
         blocks = (rows // len(scales), width)
@@ -156,18 +179,10 @@ class CompressedWeights:
             return False
         scales = self._stored[next(layout.parts[part] for part in SCALE_PARTS if part in layout.parts)]
         groups = scales.shape[1] if len(scales.shape) == 2 else 1
-        has_zeros = "weight_zero_point" in layout.parts
-        return (layout.shape[1] // groups) % GROUP_STEP == 0 and not (has_zeros and scales.dtype == "F32")
+        return is_packable(layout.shape[1] // groups, scales, "weight_zero_point" in layout.parts)
 
     def packed(self, name: str) -> PackedWeight:
-        layout = self._layouts[name]
-        values, scales, zeros = self._integers(layout)
-        group = layout.shape[1] // scales.shape[1]
-        if zeros is None:
-            return PackedWeight(layout.bits, group, values, scales)
-        low = 1 << (layout.bits - 1)
-        minima = -scales.to(torch.float32) * (zeros + low)
-        return PackedWeight(layout.bits, group, (values.to(torch.int16) + low).to(torch.uint8), scales, minima)
+        return self._integers(self._layouts[name]).packed()
 
     def _layout(self, module: str, part: str) -> _Layout:
         """Returns the layout of a weight after checking its tensors against each other."""
@@ -178,17 +193,19 @@ class CompressedWeights:
             raise ModelRefused(f"{own.file}: {module} has two weights or scales")
         if len(own.shape) != 2 or 0 in own.shape:
             self._refuse(parts[part], "shape", list(own.shape), "two sizes from 1 on")
-        shape, bits = (own.shape[0], own.shape[1]), {"I8": 8, FLOAT8: 0}.get(own.dtype, -1)
-        if part == "weight_packed":
-            shape, bits = self._packed_shape(parts, own)
-        elif bits < 0:
-            self._refuse(parts[part], "type", own.dtype, f"I8 or {FLOAT8}")
-        layout = _Layout(parts, shape, bits)
+        shape, kind = (own.shape[0], own.shape[1]), own.dtype
+        if part == "weight_packed" and kind == "U8" and MXFP4_FORMAT in self._scheme.formats:
+            shape, kind = (own.shape[0], 2 * own.shape[1]), MXFP4
+        elif part == "weight_packed":
+            shape, kind = self._packed_shape(parts, own)
+        elif kind not in ("I8", FLOAT8):
+            self._refuse(parts[part], "type", kind, f"I8 or {FLOAT8}")
+        layout = _Layout(parts, shape, kind)
         self._check_scales(layout)
         return layout
 
-    def _packed_shape(self, parts: Mapping[str, str], own: StoredTensor) -> tuple[tuple[int, int], int]:
-        """Returns shape and bits of integers in words, of which the size of a row says which it is."""
+    def _packed_shape(self, parts: Mapping[str, str], own: StoredTensor) -> tuple[tuple[int, int], str]:
+        """Returns shape and kind of integers in words, of which the size of a row says which it is."""
         if own.dtype != "I32":
             self._refuse(parts["weight_packed"], "type", own.dtype, "I32")
         if "weight_shape" not in parts or self._stored[parts["weight_shape"]].shape != (2,):
@@ -198,12 +215,15 @@ class CompressedWeights:
         if not bits or width < 1:
             limit = f"the shape that {list(own.shape)} words of 4 or 8 bits have"
             self._refuse(parts["weight_shape"], "value", [rows, width], limit)
-        return (rows, width), bits
+        return (rows, width), f"I{bits}"
 
     def _check_scales(self, layout: _Layout) -> None:
         rows, width = layout.shape
         name = next(layout.parts[part] for part in SCALE_PARTS if part in layout.parts)
         scale = self._stored[name]
+        if layout.kind == MXFP4:
+            self._check_mx_scales(layout, name)
+            return
         if scale.dtype not in SCALE_TYPES or (layout.bits and scale.dtype == SCALE_TYPES[-1]):
             self._refuse(name, "type", scale.dtype, f"one of {', '.join(SCALE_TYPES)}")
         count = math.prod(scale.shape)
@@ -217,6 +237,16 @@ class CompressedWeights:
             self._refuse(name, "shape", list(scale.shape), limit)
         if "weight_zero_point" in layout.parts:
             self._check_zeros(layout, (rows if count > 1 else 1, 1 if is_whole else scale.shape[1]))
+
+    def _check_mx_scales(self, layout: _Layout, name: str) -> None:
+        rows, width = layout.shape
+        scale = self._stored[name]
+        if scale.dtype != "U8":
+            self._refuse(name, "type", scale.dtype, f"U8, of {MXFP4}")
+        if width % MX_GROUP or scale.shape != (rows, width // MX_GROUP):
+            self._refuse(name, "shape", list(scale.shape), f"[{rows}, {width} / {MX_GROUP}], one for each {MX_GROUP}")
+        if "weight_zero_point" in layout.parts:
+            raise ModelRefused(f"{scale.file}: {layout.parts['weight_zero_point']} belongs to no weight of {MXFP4}")
 
     def _check_zeros(self, layout: _Layout, groups: tuple[int, int]) -> None:
         """Checks that there is a zero point for each scale, in words of as many rows where the weight is in words."""
@@ -233,8 +263,9 @@ class CompressedWeights:
         blocks = self._scheme.blocks
         return blocks is not None and tuple(scales) == tuple(-(-size // block) for size, block in zip(shape, blocks))
 
-    def _integers(self, layout: _Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns values [out, in] int8, scales and zero points [out, groups] of their own types and float32."""
+    def _integers(self, layout: _Layout) -> Integers:
+        if layout.kind == MXFP4:
+            return self._mx_integers(layout)
         rows, width = layout.shape
         scales = self._scales(layout).expand(rows, -1)
         zeros = None
@@ -249,7 +280,17 @@ class CompressedWeights:
                 zeros = self._read(layout.parts["weight_zero_point"])
         if zeros is not None:
             zeros = zeros.to(torch.float32).reshape(-1, scales.shape[1]).expand(rows, -1)
-        return values, scales.contiguous(), zeros
+        return Integers(layout.bits, values, scales.contiguous(), zeros)
+
+    def _mx_integers(self, layout: _Layout) -> Integers:
+        name = layout.parts["weight_scale"]
+        exponents = self._read(name).to(torch.int32)
+        if int(exponents.max()) == MX_NAN:
+            self._refuse(name, "value", MX_NAN, f"below {MX_NAN}, which is no number")
+        pairs = [(TWICE_E2M1[byte & 15], TWICE_E2M1[byte >> 4]) for byte in range(256)]
+        values = torch.tensor(pairs, dtype=torch.int8)[self._read(layout.parts["weight_packed"]).to(torch.int32)]
+        halves = torch.tensor([2.0 ** (each - MX_BIAS - 1) for each in range(MX_NAN)], dtype=torch.bfloat16)
+        return Integers(layout.bits, values.view(layout.shape), halves[exponents])
 
     def _scales(self, layout: _Layout) -> torch.Tensor:
         """The scales with a size for rows and one for inputs."""
@@ -257,17 +298,7 @@ class CompressedWeights:
         return found if found.dim() == 2 else found.reshape(-1, 1)
 
     def _read(self, name: str) -> torch.Tensor:
-        file = self._stored[name].file
-        with refusing(str(file)), safe_open(file, "pt") as stored:
-            found: torch.Tensor = stored.get_tensor(name)
-        return found
+        return read_tensor(self._stored, name)
 
     def _refuse(self, name: str, what: str, value: object, limit: str) -> NoReturn:
-        raise ModelRefused(f"{self._stored[name].file}: {name} has the {what} {shown(value)}; it must be {limit}")
-
-
-def unpacked_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Returns the `count` integers of each row of 32-bit words, from -2^(bits - 1) on.  # [rows, count] int8"""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    values = (words[:, :, None] >> shifts) & ((1 << bits) - 1)
-    return (values.view(len(words), -1)[:, :count] - (1 << (bits - 1))).to(torch.int8)
+        refuse_tensor(self._stored, name, what, value, limit)

@@ -19,9 +19,8 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from specdec.engine import attention
 from specdec.engine.loading.architectures import architecture_of
 from specdec.engine.loading.model_folder import ModelFolder
+from specdec.engine.loading.stored import PLAIN_TYPES
 from specdec.errors import ModelRefused, refusing
-
-FLOAT_TYPES = ("F64", "F32", "BF16", "F16")  # in the letters of safetensors
 
 
 def class_of(folder: ModelFolder) -> Any:
@@ -63,8 +62,8 @@ def check_weights(name: str, model: transformers.PreTrainedModel, folder: ModelF
             raise ModelRefused(
                 f"{place} has shape {list(tensor.shape)}; by config.json it must be {list(parameter.shape)}"
             )
-        if tensor.dtype not in FLOAT_TYPES and not folder.packed:
-            raise ModelRefused(f"{place} has type {tensor.dtype}; it must be one of {', '.join(FLOAT_TYPES)}")
+        if tensor.dtype not in PLAIN_TYPES and not folder.packed:
+            raise ModelRefused(f"{place} has type {tensor.dtype}; it must be one of {', '.join(PLAIN_TYPES)}")
         found[path] = stored[source]
     return found
 

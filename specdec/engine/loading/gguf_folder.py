@@ -1,14 +1,16 @@
 """A model folder beside a GGUF file: what every other part of the project reads, made once from the file's metadata.
 
 It has config.json, generation_config.json, the tokenizer's files and a link to the file itself, whose weights stay
-there.
+there. `python -m specdec.engine.loading.gguf_folder SOURCE FOLDER` makes one, for a process without the libraries.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from specdec.engine.loading.folder_files import GENERATION_FILE, GGUF_FILE
 from specdec.engine.loading.gguf import GgufFile, read_gguf
 from specdec.engine.loading.gguf_model import config_of, end_ids_of
-from specdec.errors import refusing
-from specdec.folders import refuse
+from specdec.errors import ModelRefused, SpecdecError, one_line, refusing
+from specdec.folders import CHAT_PACKAGE, chat_file, refuse
 
+CHAT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TOKENIZER = "tokenizer.ggml."
 TOKENIZER_MODEL = "gpt2"  # byte-level BPE
 SPLITS_OF_GPT2 = ("gpt-2", "gpt2", "smollm")  # the last one after each digit
@@ -29,11 +32,17 @@ TOKEN_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "
 
 
 def describe_gguf(source: Path, folder: Path) -> None:
-    """Makes the folder of a file, whole or not at all. Raises ModelRefused."""
+    """Makes the folder of a file in a new folder of its own, whole or not at all. Raises ModelRefused, also if the chat
+    model's file is not the published one."""
+    if source == chat_file():
+        check_digest(source, CHAT_SHA256)
     gguf = read_gguf(source)
     config = config_of(gguf)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".gguf-"))
+    place = folder.parent
+    place.parent.mkdir(parents=True, exist_ok=True)
+    whole = Path(tempfile.mkdtemp(dir=place.parent, prefix=".gguf-"))
+    made = whole / folder.name
+    made.mkdir()
     try:
         (made / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         generation = json.dumps({"eos_token_id": end_ids_of(gguf)}, indent=1) + "\n"
@@ -41,14 +50,22 @@ def describe_gguf(source: Path, folder: Path) -> None:
         with refusing(str(source)):
             save_tokenizer(gguf, made)
         (made / GGUF_FILE).symlink_to(source.resolve())
-        made.chmod(0o755)
+        whole.chmod(0o755)
         try:
-            os.rename(made, folder)
+            os.rename(whole, place)
         except OSError:
             if not folder.is_dir():  # another process was faster: its folder is the same
                 raise
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(whole, ignore_errors=True)
+
+
+def check_digest(source: Path, expected: str) -> None:
+    """Raises ModelRefused unless a file has this SHA-256."""
+    with source.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != expected:
+        raise ModelRefused(f"{source} is not the file of {CHAT_PACKAGE}: install it again")
 
 
 def save_tokenizer(gguf: GgufFile, folder: Path) -> None:
@@ -129,3 +146,10 @@ def _special(gguf: GgufFile, name: str, tokens: list[str]) -> str | None:
     if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(tokens):
         raise refuse(gguf.path, key, found, f"a token id below {len(tokens)}")
     return tokens[found]
+
+
+if __name__ == "__main__":
+    try:
+        describe_gguf(*map(Path, sys.argv[1:]))
+    except (SpecdecError, OSError) as error:
+        sys.exit(one_line(error))

@@ -87,7 +87,8 @@ def _halves(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
 
 def _times(blocks: Bytes, at: int, factors: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """The float16 number of each block times its groups' factors: exact, of 18 bits at most."""
-    return np.multiply(_halves(blocks, at), factors, dtype=np.float32)
+    found: npt.NDArray[np.float32] = np.multiply(_halves(blocks, at), factors, dtype=np.float32)
+    return found
 
 
 def _nibbles(quants: Bytes) -> Bytes:

@@ -20,8 +20,6 @@ from typing import Any
 from safetensors import safe_open
 
 from specdec.engine.loading.architectures import check_supported
-from specdec.engine.loading.chat_model import chat_model
-from specdec.engine.loading.compressed import ENTRY, CompressedWeights, Scheme, read_scheme
 from specdec.engine.loading.config_check import TABLE_MODEL_TYPE, checked_config, checked_table_config, end_ids
 from specdec.engine.loading.encoder_decoder import beginning_tokens
 from specdec.engine.loading.folder_files import (
@@ -36,10 +34,10 @@ from specdec.engine.loading.folder_files import (
 )
 from specdec.engine.loading.gguf_folder import describe_gguf
 from specdec.engine.loading.gguf_model import GgufWeights
-from specdec.engine.loading.stored import PackedFolder, StoredTensor
+from specdec.engine.loading.schemes import read_scheme
+from specdec.engine.loading.stored import ENTRY, PackedFolder, PackedScheme, StoredTensor
 from specdec.errors import ModelRefused, one_line, refusing
 from specdec.folders import (
-    CHAT_MODEL,
     TOKENIZER_BYTES_MAX,
     expanded,
     gguf_source,
@@ -50,7 +48,6 @@ from specdec.folders import (
     refuse,
 )
 from specdec.protocol.fingerprint import check_tokens, tokenizer_fingerprint, vocabulary_size
-from specdec.terminal import make_console
 
 logger = logging.getLogger("specdec.engine")
 
@@ -159,15 +156,15 @@ class ModelFolder:
 
 
 def open_model_folder(path_or_hub_id: str) -> ModelFolder:
-    """Returns the named folder, a hub repository's snapshot, or CHAT_MODEL, converted at its first use. Raises
-    ModelRefused or ConfigError in one line."""
+    """Returns the named folder, that of a GGUF file, made at its first use, or a hub repository's snapshot. Raises
+    ModelRefused in one line."""
     with refusing(f"{path_or_hub_id:.200}"):
         path = local_folder(path_or_hub_id)
-        source = gguf_source(path_or_hub_id)
-        if source is not None and not path.is_dir():
+        source = None if path.is_dir() else gguf_source(path_or_hub_id)
+        if source is not None:
             describe_gguf(source, path)
         elif not path.is_dir():
-            path = chat_model() if path_or_hub_id == CHAT_MODEL else _download(path_or_hub_id)
+            path = _download(path_or_hub_id)
         if has_file(path / ADAPTER_FILE):
             raise ModelRefused(
                 f"{path_or_hub_id} holds an adapter ({ADAPTER_FILE}): merge it into its base model first"
@@ -197,20 +194,7 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
             raise
 
 
-def open_with_bar(path_or_hub_id: str) -> ModelFolder:
-    """As `open_model_folder`, for a command: while CHAT_MODEL is converted, a bar on standard error, if it is a
-    terminal."""
-    from rich import progress
-
-    if path_or_hub_id == CHAT_MODEL:
-        console = make_console(is_for_errors=True)
-        with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=1.0, visible=False)
-            chat_model(lambda what, share: bar.update(task, description=what, completed=share, visible=True))
-    return open_model_folder(path_or_hub_id)
-
-
-def with_tensors(folder: ModelFolder, scheme: Scheme | None) -> ModelFolder:
+def with_tensors(folder: ModelFolder, scheme: PackedScheme | None) -> ModelFolder:
     """Returns the folder with what its files of weights hold; `scheme`: of those that are packed. Raises
     ModelRefused."""
     packed: PackedFolder | None = None
@@ -220,7 +204,7 @@ def with_tensors(folder: ModelFolder, scheme: Scheme | None) -> ModelFolder:
         stored = stored_tensors(folder.weight_files)
         if scheme is None:
             return replace(folder, tensors=stored)
-        packed = CompressedWeights(scheme, stored)
+        packed = scheme.weights(stored)
     return replace(folder, tensors=packed.tensors, packed=packed)
 
 

@@ -54,10 +54,9 @@ class Cut:
                 limit = f"at multiples of {GROUP_STEP} inputs"
                 raise ModelRefused(f"packed weights are cut at the inputs {self.ranges}; they can be only {limit}")
             own = Cut(1, tuple((start // group, end // group) for start, end in self.ranges), self.size // group)
-        scales, minima = (
-            None if each is None else own.of(each.repeat_interleave(weight.group // group, 1))
-            for each in (weight.scales, weight.minima)
-        )
+        part_count = weight.group // group
+        scales = own.of(weight.scales.repeat_interleave(part_count, 1))
+        minima = None if weight.minima is None else own.of(weight.minima.repeat_interleave(part_count, 1))
         return replace(weight, group=group, values=self.of(weight.values), scales=scales, minima=minima)
 
 
