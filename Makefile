@@ -109,6 +109,7 @@ $(VENV)/.bench-installed: $(VENV)/.installed
 bench-engine: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## Time the engine: steps, streams, sampler, llama.cpp beside it; about 25 minutes.
 	@$(BIN)/python -m bench.engine
 	@$(BIN)/python -m bench.step
+	@$(BIN)/python -m bench.loading
 
 proto: install  ## Regenerate what follows from proto/: stubs, the values of a request, the image of the public service.
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto
