@@ -23,6 +23,7 @@ from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.harness import DRAFT_MODEL
+from bench.processes import module_command
 from bench.unpacked import write_unpacked
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
@@ -82,7 +83,7 @@ def measure(name: str, model: str) -> LoadingMeasurement:
 
 def measured_apart(name: str, model: str) -> LoadingMeasurement:
     """As `measure`, in a process of its own. Raises CalledProcessError."""
-    command = [sys.executable, "-m", "bench.loading", "--one", name, model]
+    command = module_command("bench.loading", "--one", name, model)
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return LoadingMeasurement(**json.loads(found.splitlines()[-1]))
 
