@@ -136,7 +136,7 @@ def test_ranks_make_tables_for_the_served_positions(followers: Followers, tiny_f
         led = followers.lead(folder, 2, positions_max=positions_max)
         driver = Driver(led)
         every.append(driver.feed(driver.open(100), tokens))
-        tables = led._model._base.rotary_emb.tables[None]
+        tables = led.share._base.rotary_emb.tables[None]
         assert {len(table) for table in tables} == {led.description.positions_max} == {positions_max or 512}
     assert torch.equal(*every)
 
