@@ -53,10 +53,19 @@ class StepInput:
 
 @runtime_checkable
 class Product(Protocol):
-    """A matrix product that a backend computes in place of a library's layer."""
+    """A matrix product x @ weight.T + bias that a backend computes in place of a library's layer, whatever its weight
+    is made of. Ranks cut weights when they are read (`loading.weights.Cut`): the product is that of the part."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight: [out, in]."""
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the weight, which every step reads."""
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out] float32, not rounded."""
+        """x [..., in] -> [..., out] float32, not rounded, or of the type of x where a library rounds."""
 
     def take_bias(self) -> torch.Tensor | None:
         """Returns the bias [out] float32, if any; the product no longer adds it."""

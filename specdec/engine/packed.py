@@ -105,21 +105,3 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = shape
         self.read = read
         self.bias = bias
-
-
-def unpack_linears(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces every packed layer within a module by nn.Linear of this type, for a backend that multiplies dense ones;
-    one after the other, so that the memory of each is free before the next is unpacked."""
-    for name, child in list(module.named_children()):
-        if isinstance(child, PackedLinear):
-            setattr(module, name, _dense_linear(child, dtype))
-        else:
-            unpack_linears(child, dtype)
-
-
-def _dense_linear(packed: PackedLinear, dtype: torch.dtype) -> nn.Linear:
-    linear = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
-    linear.weight = nn.Parameter(packed.read().dense().to(dtype), requires_grad=False)
-    if packed.bias is not None:
-        linear.bias = nn.Parameter(packed.bias.to(dtype), requires_grad=False)
-    return linear

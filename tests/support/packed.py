@@ -46,6 +46,19 @@ def pack_linears(module: nn.Module, bits: int, group: int = 32) -> None:
             pack_linears(child, bits, group)
 
 
+def unpack_linears(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces every packed layer within a module by a dense one of this type."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, PackedLinear):
+            linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, dtype=dtype)
+            linear.weight = nn.Parameter(child.read().dense().to(dtype), requires_grad=False)
+            if child.bias is not None:
+                linear.bias = nn.Parameter(child.bias.to(dtype), requires_grad=False)
+            setattr(module, name, linear)
+        else:
+            unpack_linears(child, dtype)
+
+
 @contextmanager
 def packed_weights(bits: int, group: int = 8) -> Iterator[None]:
     """Models that are loaded meanwhile have linear layers of this number of bits; 0: as they are stored."""

@@ -12,10 +12,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.attention import AttentionShape, ScoreRule
-from specdec.engine.backend import Compute, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
+from specdec.engine.backend import (
+    Compute,
+    Product,
+    StepInput,
+    StepResult,
+    check_inputs,
+    chunk_flags,
+    finite_rows,
+)
 from specdec.engine.cpu import kernels as native
 from specdec.engine.cpu.encoder_decoder import KernelStacks, run_stacks
 from specdec.engine.cpu.encoder_decoder_call import StackCalls, native_stacks, stack_calls
@@ -23,12 +30,13 @@ from specdec.engine.cpu.fallback import PlainOutput, run_rows
 from specdec.engine.cpu.kernels import Kernels, LayerCache, Rows, kernels
 from specdec.engine.cpu.llama import LlamaModel, llama_model
 from specdec.engine.cpu.plan import StackRows, StepPlan, divide_rows, plan_step
-from specdec.engine.cpu.products import KernelProduct, OutputLayer, replace_modules
+from specdec.engine.cpu.products import OutputLayer, replace_modules
 from specdec.engine.cpu.storage import CpuStorage
 from specdec.engine.encoder_decoder import EncoderDecoder
 from specdec.engine.interface import RaggedBatch, StepAbandoned, StepFlag, StepOutput
+from specdec.engine.linears import replace_linears
 from specdec.engine.loading.devices import keep_freed_memory
-from specdec.engine.packed import PackedWeight, unpack_linears
+from specdec.engine.packed import PackedWeight
 from specdec.engine.parallel.modules import RankSum
 from specdec.engine.rotary_attention import table_angles
 
@@ -93,7 +101,7 @@ class CpuBackend:
         if self._kernels:
             replace_modules(self._kernels, base, self._dtype, self._positions_max)
         else:
-            unpack_linears(base, self._dtype)
+            replace_linears(base, self._dtype)
             table_angles(base, self._positions_max, self._dtype, with_stand_ins=False)
 
     def output_layer(
@@ -104,9 +112,9 @@ class CpuBackend:
         return PlainOutput(weight.dense() if isinstance(weight, PackedWeight) else weight, bias, scale, softcap)
 
     def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape, ids_end: int) -> None:
-        modules = (*base.modules(), output)
-        self.product_shapes = [own for own in map(product_of, modules) if own is not None]
-        self.product_bytes = sum(bytes_of(module, self._dtype) for module in modules)
+        products = [module for module in (*base.modules(), output) if isinstance(module, Product)]
+        self.product_shapes = [product.shape for product in products]
+        self.product_bytes = sum(product.byte_count for product in products)
         self._shape = shape
         self._rules = {
             rule: native.ScoreRule(
@@ -184,21 +192,3 @@ class CpuBackend:
 
     def counters(self) -> dict[str, float]:
         return {}
-
-
-def product_of(module: nn.Module) -> tuple[int, int] | None:
-    """Returns the shape [out, in] of the weight of a matrix product; None for other modules."""
-    if isinstance(module, KernelProduct):
-        return module.weight.out_size, module.weight.in_size
-    if isinstance(module, (nn.Linear, Conv1D, PlainOutput)):
-        rows, columns = module.weight.shape
-        return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
-    return None
-
-
-def bytes_of(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the weight of a matrix product: packed, or of this type; 0 for other modules."""
-    if isinstance(module, KernelProduct) and module.weight.dtype is None:
-        return module.weight.panels.numel()
-    rows, columns = product_of(module) or (0, 0)
-    return dtype.itemsize * rows * columns

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy
 import torch
-from torch import nn
 from torch.nn import functional
 
 from specdec.engine.attention import PositionBias, ScoreRule
@@ -20,15 +19,14 @@ from specdec.engine.backend import Compute, StepAttention, StepInput, StepResult
 from specdec.engine.cpu.plan import RowArrays, StepPlan
 from specdec.engine.cpu.storage import CpuStorage
 from specdec.engine.interface import StepAbandoned
+from specdec.engine.linears import LinearProduct
 
 
-class PlainOutput(nn.Module):
+class PlainOutput(LinearProduct):
     """The output layer in float32, softcap * tanh(scale * x @ weight / softcap). weight [vocab, in]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None):
-        super().__init__()
-        self.weight = weight.detach().float()
-        self.bias = None if bias is None else bias.detach().float()
+        super().__init__(weight.float(), None if bias is None else bias.float())
         self.scale = scale
         self.softcap = softcap
 

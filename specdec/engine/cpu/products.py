@@ -35,6 +35,15 @@ class KernelProduct(nn.Module):
         """x [..., in] -> [..., out], of the same type."""
         return self.kernels.product(self.weight, x)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.out_size, self.weight.in_size
+
+    @property
+    def byte_count(self) -> int:
+        dtype, (rows, columns) = self.weight.dtype, self.shape
+        return self.weight.panels.numel() if dtype is None else dtype.itemsize * rows * columns
+
     def take_bias(self) -> torch.Tensor | None:
         bias = self.weight.bias
         self.weight = replace(self.weight, bias=None)

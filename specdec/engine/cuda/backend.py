@@ -14,10 +14,9 @@ from typing import overload
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.attention import AttentionShape
-from specdec.engine.backend import Compute, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
+from specdec.engine.backend import Compute, Product, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
 from specdec.engine.cuda.attention import DENSE, TREES, AttentionBackend, BlockTables, DeviceMetadata
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
@@ -26,7 +25,8 @@ from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_s
 from specdec.engine.cuda.select import select_backend
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, StepOutput
-from specdec.engine.packed import PackedWeight, unpack_linears
+from specdec.engine.linears import replace_linears
+from specdec.engine.packed import PackedWeight
 
 logger = logging.getLogger("specdec.engine")
 
@@ -95,8 +95,8 @@ class DeviceBackend:
 
     def replace_modules(self, base: nn.Module) -> None:
         with self._current():
-            unpack_linears(base, self._dtype)
             replace_modules(base, self._dtype, self._positions_max)
+            replace_linears(base, self._dtype)
 
     def output_layer(
         self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, scale: float, softcap: float | None
@@ -106,9 +106,9 @@ class DeviceBackend:
             return DeviceOutput(weight, bias, scale, softcap)
 
     def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape, ids_end: int) -> None:
-        products = [module for module in base.modules() if isinstance(module, (nn.Linear, Conv1D))]
-        weights = [product.weight for product in products] + [output.get_buffer("weight")]
-        self.product_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+        products = [module for module in base.modules() if isinstance(module, Product)]
+        weight = output.get_buffer("weight")
+        self.product_bytes = sum(each.byte_count for each in products) + weight.numel() * weight.element_size()
         self._shape = shape
 
     @property

@@ -7,11 +7,10 @@ number of ranks only, not on the batch or on the timing of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.backend import Product
 from specdec.engine.cpu.kernels import kernels
@@ -28,24 +27,14 @@ def add_in_rank_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def is_product(module: object) -> TypeGuard[nn.Module]:
-    """Whether a module is a matrix product with a bias or none."""
-    return isinstance(module, (Product, nn.Linear, Conv1D))
-
-
 class RankSum(nn.Module):
     """A row-wise product: each rank multiplies its share of the inputs, and the results are added; the bias once."""
 
-    def __init__(self, linear: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, linear: Product, exchange: Exchange) -> None:
         super().__init__()
-        bias = linear.take_bias() if isinstance(linear, Product) else getattr(linear, "bias", None)
-        self.bias = None if bias is None else bias.detach().float()
-        if isinstance(linear, Conv1D):
-            linear.bias = nn.Parameter(torch.zeros_like(linear.bias), requires_grad=False)
-        elif bias is not None and not isinstance(linear, Product):
-            linear.bias = None  # type: ignore[assignment]  # not every module has one
-        self.linear = linear
-        self._product = linear.product if isinstance(linear, Product) else linear
+        self.bias = linear.take_bias()
+        self.linear = linear  # a module
+        self._product = linear.product
         self._exchange = exchange
 
     def total_of(self, part: torch.Tensor) -> torch.Tensor:
@@ -148,8 +137,8 @@ class JoinedShare:
             parent_path, _, attribute = path.rpartition(".")
             parent = base.get_submodule(parent_path)
             linear = getattr(parent, attribute, None)
-            if not is_product(linear):
-                raise ModelRefused(f"module {path} of the tensor-parallel plan is a {type(linear).__name__} here")
+            if not isinstance(linear, Product):
+                raise ModelRefused(f"module {path} is a {type(linear).__name__}, whose parts ranks cannot add")
             setattr(parent, attribute, RankSum(linear, self._exchange))
         its: Any = base  # the method is of the architecture's class
         for name, module in base.named_children():

@@ -1,14 +1,14 @@
-"""Each rank's part of each weight: from a model's own `tp_plan`, before any weight is read.
+"""Each rank's part of each weight, from the products of a model that has no weights yet.
 
-Column-wise products are cut along their outputs and row-wise ones along their inputs, attention between heads; several
-ranks hold the same key and value head if there are fewer heads than ranks. The vocabulary is cut alike for the
-embedding and the output layer, so that both can be one tensor; every rank holds all other weights whole. A model that
-cannot be cut is refused with the field that prevents it.
+A product that reads the hidden states is cut along its outputs, one that returns to them along its inputs, attention
+between heads; several ranks hold the same key and value head if there are fewer heads than ranks. The vocabulary is cut
+alike for the embedding and the output layer, so that both can be one tensor; every rank holds all other weights whole.
+What the weights are made of, dense or packed, is the loader's: it cuts either (`loading.weights.Cut`). A model that
+cannot be cut is refused with the field or the product that prevents it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,51 +20,27 @@ from transformers.pytorch_utils import Conv1D
 from specdec.engine.loading.weights import Cut
 from specdec.errors import ModelRefused
 
-COLUMN, ROW = "colwise", "rowwise"
-NORM = "norm over all heads"  # ours: weights cut like the heads, sums of squares added over ranks
-CUT = (COLUMN, ROW, NORM)
-WHOLE = ("replicated_with_grad_allreduce",)  # every rank holds all of it
-
 QUERY, KEY = "num_attention_heads", "num_key_value_heads"
 # The concatenated parts of the outputs of an attention projection, by its name in every architecture.
 HEAD_PARTS: Mapping[str, tuple[str, ...]] = {
     "q_proj": (QUERY,),
     "k_proj": (KEY,),
     "v_proj": (KEY,),
-    "q_norm": (QUERY,),
-    "k_norm": (KEY,),
     "qkv_proj": (QUERY, KEY, KEY),
     "query_key_value": (QUERY,),  # queries, keys and values of one head lie together
     "c_attn": (QUERY, QUERY, QUERY),
 }
-PACKED_COUNTS: Mapping[str, int] = {"gate_up_proj": 2}
-
-# Plans of classes without a plan, or with a plan that computes all attention on every rank.
-OWN_PLANS: Mapping[str, Mapping[str, str]] = {
-    "GPT2LMHeadModel": {
-        "h.*.attn.c_attn": COLUMN,
-        "h.*.attn.c_proj": ROW,
-        "h.*.mlp.c_fc": COLUMN,
-        "h.*.mlp.c_proj": ROW,
-    },
-    "Olmo2ForCausalLM": {
-        "layers.*.self_attn.q_proj": COLUMN,
-        "layers.*.self_attn.k_proj": COLUMN,
-        "layers.*.self_attn.v_proj": COLUMN,
-        "layers.*.self_attn.o_proj": ROW,
-        "layers.*.self_attn.q_norm": NORM,
-        "layers.*.self_attn.k_norm": NORM,
-        "layers.*.mlp.gate_proj": COLUMN,
-        "layers.*.mlp.up_proj": COLUMN,
-        "layers.*.mlp.down_proj": ROW,
-    },
-    "Phi3ForCausalLM": {
-        "layers.*.self_attn.qkv_proj": COLUMN,
-        "layers.*.self_attn.o_proj": ROW,
-        "layers.*.mlp.gate_up_proj": COLUMN,
-        "layers.*.mlp.down_proj": ROW,
-    },
+HEAD_NORMS = {"q_norm": (QUERY,), "k_norm": (KEY,)}
+# The number of equal runs of the outputs of an MLP's first products.
+RUN_COUNTS: Mapping[str, int] = {
+    "gate_proj": 1,
+    "up_proj": 1,
+    "gate_up_proj": 2,
+    "fc1": 1,
+    "c_fc": 1,
+    "dense_h_to_4h": 1,
 }
+SUMMED = frozenset(("o_proj", "dense", "down_proj", "fc2", "c_proj", "dense_4h_to_h"))  # cut along their inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +59,32 @@ class Split:
 def plan_split(name: str, model: transformers.PreTrainedModel, rank: int, rank_count: int) -> Split:
     """Returns the share of one rank. `model` may be on the meta device. Raises ModelRefused with field and value."""
     cuts: dict[str, Cut] = {}
-    summed: list[str] = []
     share = _Share(name, model.config, rank, rank_count)
-    entries = list(_entries(name, model))
-    columns = [path.rpartition(".") for path, _, style in entries if style == COLUMN]
-    attentions = {parent for parent, _, attribute in columns if attribute in HEAD_PARTS}
-    for path, module, style in entries:
+    products = dict(_products(name, model))
+    attentions = {path.rpartition(".")[0] for path in products if path.rpartition(".")[2] in HEAD_PARTS}
+    summed = [path for path in products if path.rpartition(".")[2] in SUMMED]
+    for path, module in products.items():
         parent, _, attribute = path.rpartition(".")
-        is_row = style == ROW
         inputs_at = 0 if isinstance(module, Conv1D) else 1
-        dimension = 0 if style == NORM else inputs_at if is_row else 1 - inputs_at
+        dimension = inputs_at if path in summed else 1 - inputs_at
         size = module.get_parameter("weight").shape[dimension]
         if parent in attentions:
-            cut = share.heads(dimension, size, (QUERY,) if is_row else HEAD_PARTS[attribute])
+            cut = share.heads(dimension, size, HEAD_PARTS.get(attribute, (QUERY,)))
         else:
-            cut = share.evenly(dimension, size, 1 if is_row else PACKED_COUNTS.get(attribute, 1))
+            cut = share.evenly(dimension, size, RUN_COUNTS.get(attribute, 1))
         full = f"{model.base_model_prefix}.{path}"
         cuts[f"{full}.weight"] = cut
-        if is_row:
-            summed.append(path)
-        elif module._parameters.get("bias") is not None:
+        if path not in summed and module._parameters.get("bias") is not None:
             cuts[f"{full}.bias"] = Cut(0, cut.ranges, cut.size)
+    normed = tuple(_norms_of_all_heads(name, model))
+    for path in normed:
+        size = len(model.base_model.get_submodule(path).get_parameter("weight"))
+        fields = HEAD_NORMS[path.rpartition(".")[2]]
+        cuts[f"{model.base_model_prefix}.{path}.weight"] = share.heads(0, size, fields)
     vocabulary = share.vocabulary(len(model.get_input_embeddings().get_parameter("weight")))
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         path = next(path for path, each in model.named_modules() if each is module)
         cuts.update({f"{path}.{kind}": vocabulary for kind, each in module.named_parameters() if each is not None})
-    normed = tuple(path for path, _, style in entries if style == NORM)
     return Split(rank, cuts, tuple(summed), normed, vocabulary.size)
 
 
@@ -129,22 +105,30 @@ def fit_attention(model: transformers.PreTrainedModel, rank_count: int) -> None:
             vars(module).update(config=own, num_key_value_heads=max(1, key_heads // rank_count))
 
 
-def _entries(name: str, model: transformers.PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields (path in the base model, module, style) of every module that the plan cuts."""
-    class_name = type(model).__name__
-    plan = OWN_PLANS.get(class_name) or model.config.base_model_tp_plan
-    if not plan:
-        raise ModelRefused(f"{name}: {class_name} has no tensor-parallel plan, so it cannot be split over ranks")
-    patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): style for key, style in plan.items()}
-    for key, style in plan.items():
-        if style not in (*CUT, *WHOLE):
-            raise ModelRefused(f"{name}: its plan asks for {style!r} at {key}, which ranks cannot do yet")
+def _products(name: str, model: transformers.PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yields (path in the base model, product) of every matrix product. Raises ModelRefused for an unknown one."""
     for path, module in model.base_model.named_modules():
-        for pattern, style in patterns.items():
-            if style in CUT and pattern.fullmatch(path):
-                if style != NORM and not isinstance(module, (nn.Linear, Conv1D)):
-                    raise ModelRefused(f"{name}: {path} is a {type(module).__name__}, which cannot be split yet")
-                yield path, module, style
+        if isinstance(module, (nn.Linear, Conv1D)):
+            if path.rpartition(".")[2] not in (*HEAD_PARTS, *RUN_COUNTS, *SUMMED):
+                raise ModelRefused(f"{name}: {path} is a product that ranks cannot split: it has no known name")
+            yield path, module
+
+
+def _norms_of_all_heads(name: str, model: transformers.PreTrainedModel) -> Iterator[str]:
+    """Yields the paths in the base model of norms of all heads together; those of each head are whole on every rank.
+    Raises ModelRefused for one of another shape."""
+    config = model.config
+    for path, module in model.base_model.named_modules():
+        fields = HEAD_NORMS.get(path.rpartition(".")[2])
+        if fields is None:
+            continue
+        count = getattr(config, fields[0], None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = module.get_parameter("weight").shape
+        if shape == (count * head_size,) and count > 1:
+            yield path
+        elif shape != (head_size,):
+            raise ModelRefused(f"{name}: {path} has a weight of shape {list(shape)}, which ranks cannot split")
 
 
 class _Share:

@@ -11,10 +11,9 @@ import torch
 from specdec.engine.cpu.kernels import kernels
 from specdec.engine.cpu.llama_parts import PackedEmbedding
 from specdec.engine.cpu.structs import INT4, INT8
-from specdec.engine.packed import unpack_linears
 from tests.engine.cpu.test_step import LOGIT_TOLERANCE, LONG, VOCABULARY_SIZE, Rig, batches, chain, load, same
 from tests.support.engine_models import random_tokens
-from tests.support.packed import pack_linears
+from tests.support.packed import pack_linears, unpack_linears
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="native kernels are off")
 GROUP = 8  # divides the sizes of the tiny models
