@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.gguf_models import make_tiny_gguf
 
 
+@pytest.mark.more
 def test_a_packed_target_and_its_dense_and_packed_drafts(tmp_path: Path) -> None:
     """Claim: target and drafts may be GGUF files or folders in any mixture: agreement is measured with the packed
     weights, and the packed draft is as good as the dense one of which it was made. Conclusive: both are the target but

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from bench.harness import TARGET_MODEL
 from bench.loading import LoadingMeasurement, bars_of, main
 
 
+@pytest.mark.more
 def test_a_model_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Claim: a loaded model has its weights in memory, at most no less than that, and the results have the bar.
 

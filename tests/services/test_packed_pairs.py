@@ -25,7 +25,7 @@ def pair_of(kind: str, folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["GGUF target", "GGUF draft", pytest.param("compressed draft", marks=pytest.mark.more)]
+    "kind", ["GGUF target", *(pytest.param(f"{kind} draft", marks=pytest.mark.more) for kind in ("GGUF", "compressed"))]
 )
 def test_one_of_a_pair_may_be_packed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: a pair of which one model is packed is served, greedy and seeded texts are those without speculation, and
