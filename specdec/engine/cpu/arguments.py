@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.cpu.structs import (
+    FLOAT8,
     INT4,
     INT8,
     NONE,
@@ -298,7 +299,7 @@ class StepModel:
             refuse("rotated_size", model.rotated_size, f"even, and at most {model.head_size}, the head size")
         if model.output.panels:
             self._check_weight("output", model.output, model.output.out_size, model.hidden_size)
-            if not model.embedding and model.output.type not in (model.type, INT4, INT8):
+            if not model.embedding and model.output.type not in (model.type, INT4, INT8, FLOAT8):
                 refuse("output.type, without an embedding,", model.output.type, f"{model.type}, the model's, or packed")
         for index in range(model.layer_count):
             self._check_layer(index)

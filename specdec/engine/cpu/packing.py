@@ -45,7 +45,7 @@ class Packer:
         values, scales = values.contiguous(), weight.scales.repeat_interleave(parts, 1)
         minima = None if minima is None else minima.repeat_interleave(parts, 1)
         form = PanelFormat(
-            structs.INT4 if weight.bits == 4 else structs.INT8,
+            structs.FLOAT8 if weight.is_float else structs.INT4 if weight.bits == 4 else structs.INT8,
             type_of("weight.scales", scales),
             structs.NONE if minima is None else type_of("weight.minima", minima),
             group,

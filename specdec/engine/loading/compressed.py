@@ -4,6 +4,8 @@ Source: the layouts that the package compressed-tensors writes, and `transformer
 own tensors say what it is: `weight_packed` (32-bit words, the first value in the lowest bits; bytes of MXFP4), or
 `weight` of int8 or float8, with `weight_scale` or `weight_scale_inv`, both of which multiply. Only weights are packed
 here: the scales of activations that such a folder may name are not used, so a product has the activations' own numbers.
+A scale of FP8 for a block is repeated for each of its rows; blocks of inputs that do not divide a row are cut into groups
+that do.
 
 MXFP4 (OCP Microscaling Formats 1.0): two numbers of E2M1 a byte, the first in the low bits, and a power of two for each
 32 of a row, a byte of E8M0. Twice such a number is an integer, so a weight is held as 8 bits with half the scale.
@@ -21,7 +23,7 @@ import torch
 
 from specdec.engine.loading.integers import Integers, is_packable, unpacked_words
 from specdec.engine.loading.stored import ENTRY, StoredTensor, check_plain, read_tensor, refuse_tensor
-from specdec.engine.packed import PackedWeight
+from specdec.engine.packed import GROUP_STEP, PackedWeight
 from specdec.errors import ModelRefused
 from specdec.folders import refuse, shown
 
@@ -32,6 +34,7 @@ SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
 FLOAT8, MXFP4 = "F8_E4M3", "MXFP4"
 INTEGER_BITS = {"I4": 4, "I8": 8, MXFP4: 8}  # those of the integers that a kind of weight has
 MX_GROUP, MX_BIAS, MX_NAN = 32, 127, 255
+EXPONENTS = SCALE_TYPES[-1]  # a scale is a power of two, or no number
 MX_FIELDS: Mapping[str, tuple[object, ...]] = {  # what weights of MXFP4 may say of themselves
     "num_bits": (4,),
     "type": ("float",),
@@ -164,25 +167,28 @@ class CompressedWeights:
             return self._read(name)
         if layout.bits:
             return self._integers(layout).dense()
-        rows, width = layout.shape
-        found = self._read(layout.parts["weight"]).to(torch.float32)
-        scales = self._scales(layout).to(torch.float32)
-        blocks = (rows // len(scales), width)
-        if self._scheme.blocks and self._is_by_block(layout.shape, scales.shape):
-            blocks = self._scheme.blocks
-        by_row = scales.repeat_interleave(blocks[0], 0)[:rows]
-        return found.mul_(by_row.repeat_interleave(blocks[1], 1)[:, :width])
+        scales = self._float8_scales(layout).to(torch.float32)
+        spread = scales.repeat_interleave(self._float8_group(layout), 1)[:, : layout.shape[1]]
+        return self._float8(layout).to(torch.float32).mul_(spread)
 
     def is_packed(self, name: str) -> bool:
         layout = self._layouts.get(name)
-        if layout is None or not layout.bits:
+        if layout is None:
             return False
-        scales = self._stored[next(layout.parts[part] for part in SCALE_PARTS if part in layout.parts)]
+        if not layout.bits:
+            return math.gcd(self._float8_group(layout), layout.shape[1]) % GROUP_STEP == 0
+        scales = self._stored[self._scale_name(layout)]
         groups = scales.shape[1] if len(scales.shape) == 2 else 1
         return is_packable(layout.shape[1] // groups, scales, "weight_zero_point" in layout.parts)
 
     def packed(self, name: str) -> PackedWeight:
-        return self._integers(self._layouts[name]).packed()
+        layout = self._layouts[name]
+        if layout.bits:
+            return self._integers(layout).packed()
+        own, width = self._float8_group(layout), layout.shape[1]
+        group = math.gcd(own, width)
+        scales = self._float8_scales(layout).repeat_interleave(own // group, 1)[:, : width // group]
+        return PackedWeight(8, group, self._float8(layout), scales.contiguous())
 
     def _layout(self, module: str, part: str) -> _Layout:
         """Returns the layout of a weight after checking its tensors against each other."""
@@ -219,12 +225,12 @@ class CompressedWeights:
 
     def _check_scales(self, layout: _Layout) -> None:
         rows, width = layout.shape
-        name = next(layout.parts[part] for part in SCALE_PARTS if part in layout.parts)
+        name = self._scale_name(layout)
         scale = self._stored[name]
         if layout.kind == MXFP4:
             self._check_mx_scales(layout, name)
             return
-        if scale.dtype not in SCALE_TYPES or (layout.bits and scale.dtype == SCALE_TYPES[-1]):
+        if scale.dtype not in SCALE_TYPES or (layout.bits and scale.dtype == EXPONENTS):
             self._refuse(name, "type", scale.dtype, f"one of {', '.join(SCALE_TYPES)}")
         count = math.prod(scale.shape)
         is_whole = count == 1 or scale.shape in ((rows,), (rows, 1))
@@ -292,10 +298,36 @@ class CompressedWeights:
         halves = torch.tensor([2.0 ** (each - MX_BIAS - 1) for each in range(MX_NAN)], dtype=torch.bfloat16)
         return Integers(layout.bits, values.view(layout.shape), halves[exponents])
 
+    def _float8(self, layout: _Layout) -> torch.Tensor:
+        found = self._read(layout.parts["weight"])
+        if found.isnan().any():
+            self._refuse(layout.parts["weight"], "value", "nan", "a number at every place")
+        return found
+
+    def _float8_group(self, layout: _Layout) -> int:
+        """Inputs of a scale, of which a row's last may have fewer."""
+        blocks = self._scheme.blocks
+        is_by_block = self._is_by_block(layout.shape, self._stored[self._scale_name(layout)].shape)
+        return blocks[1] if blocks and is_by_block else layout.shape[1]
+
+    def _float8_scales(self, layout: _Layout) -> torch.Tensor:
+        """Those of each row.  # [out, groups]"""
+        rows, found = layout.shape[0], self._scales(layout)
+        blocks = self._scheme.blocks
+        by_block = blocks[0] if blocks and self._is_by_block(layout.shape, found.shape) else rows // len(found)
+        if self._stored[self._scale_name(layout)].dtype == EXPONENTS:  # bfloat16 has every power of two that it has
+            if found.isnan().any():
+                self._refuse(self._scale_name(layout), "value", "nan", "a power of two")
+            found = found.to(torch.bfloat16)
+        return found.repeat_interleave(by_block, 0)[:rows]
+
     def _scales(self, layout: _Layout) -> torch.Tensor:
         """The scales with a size for rows and one for inputs."""
-        found = self._read(next(layout.parts[part] for part in SCALE_PARTS if part in layout.parts))
+        found = self._read(self._scale_name(layout))
         return found if found.dim() == 2 else found.reshape(-1, 1)
+
+    def _scale_name(self, layout: _Layout) -> str:
+        return next(layout.parts[part] for part in SCALE_PARTS if part in layout.parts)
 
     def _read(self, name: str) -> torch.Tensor:
         return read_tensor(self._stored, name)

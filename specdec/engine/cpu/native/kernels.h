@@ -16,7 +16,7 @@
 #endif
 
 enum { SD_FLOAT32 = 0, SD_BFLOAT16 = 1, SD_FLOAT16 = 2, SD_NONE = -1 };        // types of numbers
-enum { SD_INT4 = 3, SD_INT8 = 4 };                                            // of packed weights: integers in groups
+enum { SD_INT4 = 3, SD_INT8 = 4, SD_FLOAT8 = 5 };  // of packed weights: integers, or FP8 (E4M3), in groups
 enum { SD_SILU = 0, SD_GELU_TANH = 1, SD_GELU_ERF = 2, SD_RELU = 3 };         // activations
 enum { SD_ROUND_ONCE = 0, SD_ROUND_FIRST = 1 };  // of a norm: round(n * gain), or round(round(n) * gain)
 
@@ -145,8 +145,9 @@ SD_PUBLIC int64_t sd_packed_bytes(const sd_weight *weight);
 // weight [out_size, in_size] of `type`, in strides of elements -> panels
 SD_PUBLIC void sd_pack(const void *weight, int32_t type, int64_t out_size, int64_t in_size, int64_t out_stride,
                        int64_t in_stride, void *panels);
-// values [out_size][in_size], a byte each: of SD_INT8 signed; of SD_INT4 signed, or with minima from 0 to 15. scales,
-// minima [out_size][in_size / group] of the weight's types. Its panels are not read.
+// values [out_size][in_size], a byte each: of SD_INT8 signed; of SD_INT4 signed, or with minima from 0 to 15; of
+// SD_FLOAT8 all but 0x7f and 0xff, which are no numbers. scales, minima [out_size][in_size / group] of the weight's
+// types. Its panels are not read.
 SD_PUBLIC void sd_pack_groups(const sd_weight *weight, const int8_t *values, const void *scales, const void *minima,
                               void *panels);
 // Outputs [count] of a weight [out, in] -> y [count][in_size] of y_type: as packed, or rounded once to the type.

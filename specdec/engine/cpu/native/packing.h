@@ -54,8 +54,9 @@ static void pack_groups(const sd_weight *w, const int8_t *values, const void *sc
         pack_numbers(w, scales, w->scale_type, n, panel);
         if (w->minimum_type != SD_NONE) pack_numbers(w, minima, w->minimum_type, n, panel + places.minima);
         for (int64_t k = 0; k < w->in_size; k++) {
-            if (w->type == SD_INT8) {
-                (panel + places.values)[byte_of(k, n % LANES)] = values[k];
+            if (w->type != SD_INT4) {
+                const int8_t byte = w->type == SD_INT8 ? values[k] : (int8_t)float8_stored((uint8_t)values[k]);
+                (panel + places.values)[byte_of(w, k, n % LANES)] = byte;
             } else {
                 uint32_t *words = (uint32_t *)(void *)(panel + places.values);
                 words[word_of(k, n % LANES)] |= (uint32_t)(values[k] + zero_of(w)) << shift_of(k);
@@ -70,15 +71,16 @@ static void unpack_groups(const sd_weight *w, int64_t n, void *y, int64_t y_firs
     const char *panel = (const char *)w->panels + n / LANES * places.bytes, *values = panel + places.values;
     for (int64_t k = 0; k < w->in_size; k++) {
         const int64_t number = k / w->group * LANES + n % LANES;
-        int32_t value;
-        if (w->type == SD_INT8) {
-            value = ((const int8_t *)values)[byte_of(k, n % LANES)];
+        float value;
+        if (w->type != SD_INT4) {
+            const int8_t byte = ((const int8_t *)values)[byte_of(w, k, n % LANES)];
+            value = w->type == SD_INT8 ? (float)byte : float_of_float8((uint8_t)byte);
         } else {
             uint32_t word;
             memcpy(&word, values + 4 * word_of(k, n % LANES), 4);
-            value = (int32_t)(word >> shift_of(k) & 15) - zero_of(w);
+            value = (float)((int32_t)(word >> shift_of(k) & 15) - zero_of(w));
         }
-        float found = load_as(panel, number, w->scale_type) * (float)value;
+        float found = load_as(panel, number, w->scale_type) * value;
         if (w->minimum_type != SD_NONE) found += load_as(panel + places.minima, number, w->minimum_type);
         store_as(y, y_first + k, y_type, found);
     }

@@ -6,7 +6,7 @@
 // depend on neither the rows beside it, nor their number, nor that of threads. Blocks along k keep the sums in memory.
 //
 // Of packed weights (groups.h) the running sums are those of a group; the output's own adds them up, group by group. Where
-// rows are many their integers are widened once for all tiles, which changes no number.
+// rows are many their values are widened once for all tiles, which changes no number.
 //
 // Panels, 16 outputs each: see packing.h.
 #ifndef SPECDEC_PRODUCTS_H
@@ -53,9 +53,11 @@ static void prepare_block(int kind, const void *x, int32_t type, int64_t stride,
 static int widen(int kind, const tile *t, int64_t panel_count, float *to) {
     if (kind == BY_INT4) widen_groups(BY_INT4, t, panel_count, to);
     if (kind == BY_INT8) widen_groups(BY_INT8, t, panel_count, to);
+    if (kind == BY_FLOAT8) widen_groups(BY_FLOAT8, t, panel_count, to);
 #if defined(__AVX512BF16__)
     if (kind == BY_INT4_PAIRS) widen_groups(BY_INT4_PAIRS, t, panel_count, to);
     if (kind == BY_INT8_PAIRS) widen_groups(BY_INT8_PAIRS, t, panel_count, to);
+    if (kind == BY_FLOAT8_PAIRS) widen_groups(BY_FLOAT8_PAIRS, t, panel_count, to);
 #endif
     if (are_groups(kind)) return are_pairs(kind) ? BY_GROUP_PAIRS : BY_GROUPS;
     const char *panels = t->panels;
@@ -121,11 +123,12 @@ enum { SMALL_X = TILE_ROWS * BLOCK, SMALL_SUMS = TILE_ROWS * LANES, SMALL_X_SUMS
 // How the panels of a weight multiply x of a type.
 static int kind_of(const sd_weight *w, int32_t x_type) {
 #if defined(__AVX512BF16__)
+    static const int pairs[] = {[SD_INT4] = BY_INT4_PAIRS, [SD_INT8] = BY_INT8_PAIRS, [SD_FLOAT8] = BY_FLOAT8_PAIRS};
     if (x_type == SD_BFLOAT16 && w->type == SD_BFLOAT16) return BY_PAIRS;
-    if (x_type == SD_BFLOAT16 && is_packed(w)) return w->type == SD_INT4 ? BY_INT4_PAIRS : BY_INT8_PAIRS;
+    if (x_type == SD_BFLOAT16 && is_packed(w)) return pairs[w->type];
 #endif
     (void)x_type;
-    static const int kinds[] = {BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_INT4, BY_INT8};
+    static const int kinds[] = {BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_INT4, BY_INT8, BY_FLOAT8};
     return kinds[w->type];
 }
 

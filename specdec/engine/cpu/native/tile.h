@@ -7,9 +7,9 @@
 #include "simd.h"
 
 // How a tile multiplies: by the panels' type, and in PAIRS by vdpbf16ps.
-// BY_GROUPS: integers that have been widened to units.
-enum { BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_INT4, BY_INT8, BY_GROUPS };
-enum { BY_PAIRS = BY_GROUPS + 1, BY_INT4_PAIRS, BY_INT8_PAIRS, BY_GROUP_PAIRS };
+// BY_GROUPS: values of groups that have been widened to units.
+enum { BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_INT4, BY_INT8, BY_FLOAT8, BY_GROUPS };
+enum { BY_PAIRS = BY_GROUPS + 1, BY_INT4_PAIRS, BY_INT8_PAIRS, BY_FLOAT8_PAIRS, BY_GROUP_PAIRS };
 INLINE int are_pairs(int kind) { return kind >= BY_PAIRS; }
 INLINE int are_groups(int kind) { return kind != BY_PAIRS && kind >= BY_INT4; }
 INLINE int are_widened(int kind) {
