@@ -14,6 +14,7 @@ from specdec.folders import EMBEDDED_MODELS
 from tests.support.encoder_decoder_models import KINDS, make_encoder_decoder
 from tests.support.engine_bench import VOCABULARY_SIZE, Bench
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, without_kernels
+from tests.support.packed import KINDS as VALUES
 from tests.support.packed import packed_weights
 from tests.support.threads import one_thread  # noqa: F401
 
@@ -50,14 +51,15 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(scope="session")
 def driver_of(folder_of: Callable[[str], Path]) -> Callable[..., Driver]:
     """A driver by name, dtype, and whether its model has the native kernels; loaded once. Tests release the tables they
-    open. Of a name with "-int4" or "-int8" all linear layers are rounded to such integers."""
+    open. Of a name with a kind of packed values behind it, as "llama-int4", all linear layers are rounded to such."""
     loaded: dict[tuple[str, str, bool], Driver] = {}
 
     def find(name: str, dtype: str = "float32", with_kernels: bool = True) -> Driver:
         key = name, dtype, with_kernels
         if key not in loaded:
-            folder, _, bits = name.partition("-int")
-            with nullcontext() if with_kernels else without_kernels(), packed_weights(int(bits or 0)):
+            folder, _, kind = name.rpartition("-")
+            folder, kind = (folder, kind) if kind in VALUES else (name, "")
+            with nullcontext() if with_kernels else without_kernels(), packed_weights(kind):
                 loaded[key] = Driver.load(folder_of(folder), dtype, block_count=200)
         return loaded[key]
 

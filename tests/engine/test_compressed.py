@@ -26,8 +26,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_logits_and_texts_are_those_that_a_layout_means(layout: str, plain: Path, tmp_path: Path) -> None:
-    """Claim: each weight is scale times (integer - zero point), once rounded, also as a `PackedWeight`; logits and
-    greedy text are those of `transformers` with these weights.
+    """Claim: each weight is scale times (integer - zero point), or times a number of FP8, once rounded, also as a
+    `PackedWeight`; logits and greedy text are those of `transformers` with these weights.
 
     Source: the layouts' pages. Conclusive: the test packs by its own code, in float64, with another scale for each
     group, row or block, and all values of a number; rows and blocks do not divide all sizes.
@@ -42,7 +42,7 @@ def test_weights_logits_and_texts_are_those_that_a_layout_means(layout: str, pla
             assert torch.equal(folder.packed.packed(name).dense(), weight.to(torch.float32)), name
     one = "model.layers.0.mlp.down_proj.weight"
     _, _, kind, bits, group, has_zeros, dtype = LAYOUTS[layout]
-    assert folder.packed.is_packed(one) != (kind == "float8" or (has_zeros and dtype is torch.float32))
+    assert folder.packed.is_packed(one) != (layout == "fp8-odd-blocks" or (has_zeros and dtype is torch.float32))
     label = {"float8": "F8_E4M3", "mxfp4": "MXFP4"}.get(kind, f"I{bits}")
     assert folder.packed.format == f"{LAYOUTS[layout][0]} {label}"
     check_served(plain, tmp_path / "packed", meant, folder.packed.format)
@@ -163,6 +163,21 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         "fp8-blocks",
         lambda parts: parts.update({f"{MODULE}.weight_scale": torch.ones(1)}),
         "has two weights or scales",
+    ),
+    "FP8 that is no number": (
+        "fp8-blocks",
+        lambda parts: parts[f"{MODULE}.weight"].view(torch.uint8)[3].fill_(255),
+        f'{MODULE}.weight has the value "nan"',
+    ),
+    "FP8 that is no number, unpacked": (
+        "fp8-odd-blocks",
+        lambda parts: parts[f"{MODULE}.weight"].view(torch.uint8)[3].fill_(127),
+        f'{MODULE}.weight has the value "nan"',
+    ),
+    "a scale of FP8 that is no number": (
+        "fp8-exponents",
+        lambda parts: parts[f"{MODULE}.weight_scale_inv"].view(torch.uint8)[0].fill_(255),
+        'weight_scale_inv has the value "nan"',
     ),
     "bytes of MXFP4 with other groups": (
         "mxfp4",

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.engine_models import Driver, random_tokens
+from tests.support.packed import KINDS
 
 STARTS = (190, 128, 127, 112, 63, 17, 16, 15, 1, 0)  # on both sides of block borders
 LENGTH, FEW = 200, 40  # of a text: with kernels, without
@@ -29,9 +30,9 @@ MODELS += [(name, dtype, 1, False) for name in ("llama", "gemma2") for dtype in 
 MODELS += [("gpt2", "float16", 1, False), ("cohere", "float32", 2, False)]
 # Packed weights, in one call and module by module.
 MODELS += [
-    (f"{name}-int{bits}", dtype, 1, True)
+    (f"{name}-{kind}", dtype, 1, True)
     for name in ("llama", "gpt_neox")
-    for bits in (4, 8)
+    for kind in KINDS
     for dtype in ("float32", "bfloat16")
 ]
 MODELS += [("llama-int4", "float32", 1, False)]
@@ -47,6 +48,7 @@ USUAL = {
     ("gpt_neox", "bfloat16", 1, True),
     ("llama-int4", "bfloat16", 1, True),
     ("llama-int8", "float32", 1, True),
+    ("gpt_neox-float8", "bfloat16", 1, True),
     ("llama", "bfloat16", 1, False),
     ("cohere", "float32", 2, False),
 }

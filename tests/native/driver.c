@@ -77,7 +77,7 @@ static int read_plan(FILE *file, plan *p) {
     return 1;
 }
 
-// Integers in groups, of sizes and types that follow from the seed; the bias is set by the caller.
+// Integers or FP8 in groups, of sizes and types that follow from the seed; the bias is set by the caller.
 static sd_weight new_groups(int64_t out_size, int64_t in_size, const plan *p) {
     int64_t group = 8, longest = 8 << (p->n.seed % 7);
     while (group < longest && in_size % (2 * group) == 0) group *= 2;
@@ -89,7 +89,8 @@ static sd_weight new_groups(int64_t out_size, int64_t in_size, const plan *p) {
     int8_t *values = memory_of(out_size * in_size);
     for (int64_t i = 0; i < out_size * in_size; i++) {
         int32_t byte = (int32_t)(next_number() & 255);
-        values[i] = (int8_t)(weight.type == SD_INT8 ? byte - 128 : byte % 16 - (minima ? 0 : 8));
+        if (weight.type == SD_FLOAT8) byte = (byte & 127) == 127 ? 0 : byte;
+        values[i] = (int8_t)(weight.type == SD_INT4 ? byte % 16 - (minima ? 0 : 8) : byte - 128);
     }
     void *panels = memory_of(sd_packed_bytes(&weight));
     sd_pack_groups(&weight, values, scales, minima, panels);
@@ -100,7 +101,7 @@ static sd_weight new_groups(int64_t out_size, int64_t in_size, const plan *p) {
 static sd_weight new_weight(int64_t out_size, int64_t in_size, const plan *p) {
     const float *bias = p->n.flags & BIASES ? numbers_of(out_size, SD_FLOAT32) : NULL;
     int32_t type = (int32_t)p->n.weight_type;
-    if (type == SD_INT4 || type == SD_INT8) {
+    if (type >= SD_INT4) {
         if (in_size % 8 == 0) {
             sd_weight weight = new_groups(out_size, in_size, p);
             weight.bias = bias;

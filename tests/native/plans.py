@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field, fields
 
 MODEL_TYPES = (0, 1, 2)
-PACKED_TYPES = (3, 4)  # of products whose inputs are a multiple of 8
+PACKED_TYPES = (3, 4, 5)  # of products whose inputs are a multiple of 8
 EXTREMES = (-(2**31), -(2**31) + 1, 2**31 - 1, -1)
 # Flags of driver.c.
 TIED, INPUTS, EXCHANGE, FAILING, ABANDONED, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN = (

@@ -28,8 +28,11 @@ LAYOUTS: dict[str, tuple[str, str, str, int, int, bool, torch.dtype]] = {
     "fp8-rows": ("compressed-tensors", "float-quantized", "float8", 8, 0, False, torch.bfloat16),
     "fp8-blocks": ("fp8", "", "float8", 8, 48, False, torch.float32),
     "fp8-even-blocks": ("fp8", "", "float8", 8, 32, False, torch.float32),
+    "fp8-exponents": ("fp8", "", "float8", 8, 32, False, torch.float8_e8m0fnu),
+    "fp8-odd-blocks": ("fp8", "", "float8", 8, 12, False, torch.float32),
 }
-BLOCKS = {48: (40, 48), 32: (32, 32)}  # by inputs: the first ones do not divide the sizes of a tiny model
+# By inputs: the first ones do not divide the sizes of a tiny model; of the last ones no groups of 8 inputs can be made.
+BLOCKS = {48: (40, 48), 32: (32, 32), 12: (16, 12)}
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three lower bits; the fourth is the sign
 
@@ -88,8 +91,8 @@ def stored_float8(layout: str, module: str, weight: torch.Tensor) -> tuple[dict[
         for column in range(scale.shape[1]):
             part = weight[row * blocks[0] : (row + 1) * blocks[0], column * blocks[1] : (column + 1) * blocks[1]]
             scale[row, column] = part.abs().max() / 448
-    scale = scale.to(dtype)
-    spread = scale.double().repeat_interleave(blocks[0], 0)[:rows].repeat_interleave(blocks[1], 1)[:, :width]
+    scale = (scale.log2().ceil().exp2() if dtype is torch.float8_e8m0fnu else scale).to(dtype)
+    spread = scale.to(torch.float64).repeat_interleave(blocks[0], 0)[:rows].repeat_interleave(blocks[1], 1)[:, :width]
     numbers = (weight / spread).to(torch.float32).to(torch.float8_e4m3fn)
     name = "weight_scale_inv" if LAYOUTS[layout][0] == "fp8" else "weight_scale"
     own = scale.reshape(1) if group == -1 else scale

@@ -4,8 +4,7 @@ Source: the layouts that the package compressed-tensors writes, and `transformer
 own tensors say what it is: `weight_packed` (32-bit words, the first value in the lowest bits; bytes of MXFP4), or
 `weight` of int8 or float8, with `weight_scale` or `weight_scale_inv`, both of which multiply. Only weights are packed
 here: the scales of activations that such a folder may name are not used, so a product has the activations' own numbers.
-A scale of FP8 for a block is repeated for each of its rows; blocks of inputs that do not divide a row are cut into groups
-that do.
+A scale of FP8 for a block is repeated for each of its rows, and for parts of the block where it does not divide a row.
 
 MXFP4 (OCP Microscaling Formats 1.0): two numbers of E2M1 a byte, the first in the low bits, and a power of two for each
 32 of a row, a byte of E8M0. Twice such a number is an integer, so a weight is held as 8 bits with half the scale.
