@@ -1,10 +1,10 @@
 """`python -m bench.step`: a step on a CPU beside reading its weights once, beside llama.cpp, and by part.
 
-In turns, with one and two threads, of the chat model in bfloat16, in its own 4 bits and in 8 bits, and of the deepened
-target (bench/deepened.py) in bfloat16: the step by rows and as a tree; plain decoding through the services beside
-llama.cpp's server with the same weights, and a prompt of 1,000 tokens; the draft's step beside the bare loop of
-`transformers`; the step by part. llama.cpp comes from an environment of its own, which the command makes. Parts of the
-results that are not measured again are kept.
+In turns, with one and two threads, of the chat model in bfloat16, in its own 4 bits, in 8 bits and in FP8, and of the
+deepened target (bench/deepened.py) in bfloat16: the step by rows and as a tree; plain decoding through the services
+beside llama.cpp's server with the same weights (FP8 alone: it does not read it), and a prompt of 1,000 tokens; the
+draft's step beside the bare loop of `transformers`; the step by part. llama.cpp comes from an environment of its own,
+which the command makes. Parts of the results that are not measured again are kept.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from bench.harness import DRAFT_MODEL
 from bench.pipeline.placement import processor_name
 from bench.pipeline.variants import RULES_DEFAULT
 from bench.step import results
+from bench.step.float8_folder import write_float8
 from bench.step.gguf_file import write_gguf
 from bench.step.llama_cpp import environment
 from bench.step.parts import measure_parts
@@ -52,7 +53,8 @@ from specdec.folders import CHAT_MODEL
 from specdec.telemetry.logs import configure_logs
 
 PARTS = ("rows", "served", "draft", "parts")
-MODELS = {"chat": results.CHAT, "chat-4": results.CHAT_4, "chat-8": results.CHAT_8, "deepened": results.DEEPENED}
+MODELS = {"chat": results.CHAT, "chat-4": results.CHAT_4, "chat-8": results.CHAT_8}
+MODELS |= {"chat-fp8": results.CHAT_FP8, "deepened": results.DEEPENED}
 DRAFT_CONTEXTS, DRAFT_RULES = (64, 1000), (0, 3, 4)
 QUICK = {"turns": 5, "prompts": 2, "long_prompts": 1, "tokens": 32}
 Found = tuple[list[Any], list[Bar]]
@@ -91,6 +93,7 @@ class Run:
             "chat": partial(write_unpacked, CHAT_MODEL),
             "chat-4": lambda _: _file_of(CHAT_MODEL),
             "chat-8": lambda made: write_gguf(write_unpacked(CHAT_MODEL, made), made / "model.gguf", "Q8_0"),
+            "chat-fp8": lambda made: write_float8(write_unpacked(CHAT_MODEL, made / "dense"), made / "packed"),
             "deepened": write_deepened,
         }
         self._folders = {MODELS[name]: write[name](scratch / name) for name in asked.models}
@@ -137,6 +140,7 @@ class Run:
             return {
                 name: (python, own if own.is_file() else write_gguf(own, self._scratch / f"{index}.gguf"))
                 for index, (name, own) in enumerate(self._folders.items())
+                if name != results.CHAT_FP8  # which it does not read
             }
         except (SpecdecError, OSError) as error:
             self._console.print(f"llama.cpp is left out: {error}", style="yellow")

@@ -14,10 +14,10 @@ from bench.step.served import ServedMeasurement
 from specdec.engine.cpu.kernels import kernels
 
 CHAT, DEEPENED = "chat model", "deepened"
-CHAT_4, CHAT_8 = "chat model, 4 bits", "chat model, 8 bits"
+CHAT_4, CHAT_8, CHAT_FP8 = "chat model, 4 bits", "chat model, 8 bits", "chat model, FP8"
 # Plain decoding over llama.cpp's: goal, stretch.
 GAINS = {CHAT: (1.3, 1.6), DEEPENED: (1.5, 2.3), CHAT_4: (1.2, 1.6), CHAT_8: (1.2, 1.6)}
-PACKED = {CHAT_4: 0.5, CHAT_8: 0.65}  # the step of one row over bfloat16's
+PACKED = {CHAT_4: 0.5, CHAT_8: 0.65, CHAT_FP8: 0.65}  # the step of one row over bfloat16's
 FLAT = {4: (1.2, 1.05), 8: (1.7, 1.25)}  # T(rows) / T(1)
 FLAT_BFLOAT16 = 1.15  # with instructions that multiply bfloat16
 DRAFT = {1: (0.35, 0.25), 8: (0.8, 0.45)}  # by nodes

@@ -27,6 +27,7 @@ from specdec.engine.loading.model_folder import stored_tensors
 from specdec.folders import GGUF_SUFFIX
 
 READ_BYTES = 10**9
+BYTES = {"F32": 4, "F8_E4M3": 1}  # of numbers in files of weights, where they are not 2
 CONTEXT = 100  # cached tokens
 CHAINS = (1, 2, 4, 8)  # rows
 TREE = (8, 4)  # rows, paths
@@ -88,7 +89,7 @@ def stored_bytes(folder: Path) -> int:
         embedding, output = "token_embd.weight", "output.weight"
     else:
         tensors = stored_tensors([folder / WEIGHTS_FILE])
-        sizes = {name: math.prod(own.shape) * {"F32": 4}.get(own.dtype, 2) for name, own in tensors.items()}
+        sizes = {name: math.prod(own.shape) * BYTES.get(own.dtype, 2) for name, own in tensors.items()}
         embedding, output = "model.embed_tokens.weight", "lm_head.weight"
     return sum(size for name, size in sizes.items() if name != embedding or output not in sizes)
 

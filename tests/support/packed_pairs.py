@@ -9,7 +9,7 @@ from tests.support import awq_gptq_folders, compressed_folders
 from tests.support.gguf_models import write_model
 from tests.support.services import MODELS
 
-COMPRESSED = ("w4-groups", "w8-groups-zeros", "int8-rows", "fp8-even-blocks", "mxfp4")
+COMPRESSED = ("w4-groups", "w8-groups-zeros", "int8-rows", "fp8-even-blocks", "fp8-tensor", "fp8-rows", "mxfp4")
 GGUF = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 FORMATS = (*GGUF, *COMPRESSED, *awq_gptq_folders.LAYOUTS)
 
