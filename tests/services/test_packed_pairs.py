@@ -21,11 +21,18 @@ def pair_of(kind: str, folder: Path) -> tuple[Path, Path]:
     if kind == "compressed draft":
         pack_folder(dense, folder / "packed", "w8-groups")
         return dense, folder / "packed"
+    if kind == "FP8 target":
+        pack_folder(dense, folder / "packed", "fp8-blocks")
+        return folder / "packed", dense
     return (file, dense) if kind == "GGUF target" else (dense, file)
 
 
 @pytest.mark.parametrize(
-    "kind", ["GGUF target", *(pytest.param(f"{kind} draft", marks=pytest.mark.more) for kind in ("GGUF", "compressed"))]
+    "kind",
+    [
+        *("GGUF target", "FP8 target"),
+        *(pytest.param(f"{kind} draft", marks=pytest.mark.more) for kind in ("GGUF", "compressed")),
+    ],
 )
 def test_one_of_a_pair_may_be_packed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: a pair of which one model is packed is served, greedy and seeded texts are those without speculation, and
