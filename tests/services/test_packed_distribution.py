@@ -19,7 +19,7 @@ from tests.exactness.statistics import uniformity_p
 from tests.services.test_distribution import P_LIMIT
 from tests.support.engine_models import Driver
 from tests.support.packed_pairs import write_format
-from tests.support.services import MODELS, Client, fixed, running
+from tests.support.services import MODELS, Client, Outcome, fixed, running
 from tests.support.unlawful_draft import lying
 
 PROMPT = [532, 279, 307, 1040, 8]  # `for i in range(`
@@ -35,7 +35,7 @@ WAYS = (
     fixed(8, **TREE, draft_siblings=2),
     fixed(8, **TREE, draft_siblings=2, proposers=PROPOSERS),
 )
-TEXTS_OF_A_WAY = 6
+TEXTS_OF_A_WAY, TRIES_MAX = 6, 5
 CELL_COUNT = 8
 BIAS = 0.15
 
@@ -63,14 +63,19 @@ def write_pair(target: str, draft: str, folder: Path) -> tuple[Path, Path]:
 
 
 def texts_of(client: Client, ways: Sequence[dict]) -> tuple[list[list[int]], float]:
-    """Draws texts in these ways; returns their tokens and the accepted share of all draft tokens."""
+    """Draws texts in these ways, again until the draft was there for many tokens, as a draft that starts on a busy
+    machine is not waited for; returns all their tokens and the accepted share of the draft's."""
     asked = {"prompt": PROMPT, "max_tokens": TOKENS_EACH, "ignore_eos": True, "temperature": 1.0}
     requests = [{**asked, "speculative": {**way, "rule": "RULE_REJECTION"}} for way in ways]
-    outcomes = client.generate_all(requests, width=16)
-    used = [outcome.finished.statistics for outcome in outcomes]
-    drafted = sum(own.num_model_draft_tokens for own in used)
-    assert drafted > TOKENS_EACH * len(ways) / 4
-    return [outcome.token_ids for outcome in outcomes], sum(own.num_model_accepted_tokens for own in used) / drafted
+    outcomes: list[Outcome] = []
+    for _ in range(TRIES_MAX):
+        outcomes += client.generate_all(requests, width=16)
+        used = [outcome.finished.statistics for outcome in outcomes]
+        drafted = sum(own.num_model_draft_tokens for own in used)
+        if drafted > TOKENS_EACH * len(ways) / 2:
+            accepted = sum(own.num_model_accepted_tokens for own in used)
+            return [outcome.token_ids for outcome in outcomes], accepted / drafted
+    raise AssertionError(f"{drafted} draft tokens in {len(outcomes)} texts")
 
 
 def probs_of(model: Path, texts: Sequence[list[int]]) -> Probs:
@@ -109,7 +114,7 @@ def test_the_output_distribution_is_the_packed_targets(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claim: in all ways to speculate texts have the distribution of the packed target, whatever the draft's weights
-    are. Source: exactness is that of the packed model. Conclusive: 4,800 tokens; the same statistic on the same sample
+    are. Source: exactness is that of the packed model. Conclusive: 4,800 tokens or more; the same statistic on the same sample
     rejects a mixture with 15 % of the draft's distribution, and of a target of 4 bits also the distribution of the
     weights of which it was made, whose text differs by the rounding alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
