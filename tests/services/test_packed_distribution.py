@@ -114,9 +114,9 @@ def test_the_output_distribution_is_the_packed_targets(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claim: in all ways to speculate texts have the distribution of the packed target, whatever the draft's weights
-    are. Source: exactness is that of the packed model. Conclusive: 4,800 tokens or more; the same statistic on the same sample
-    rejects a mixture with 15 % of the draft's distribution, and of a target of 4 bits also the distribution of the
-    weights of which it was made, whose text differs by the rounding alone."""
+    are. Source: exactness is that of the packed model. Conclusive: 4,800 tokens or more; the same statistic on the same
+    sample rejects a mixture with 15 % of the draft's distribution, and of a target of 4 bits also the distribution of
+    the weights of which it was made, whose text differs by the rounding alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     target_format, draft_format, rank_count = PAIRS[name]
     target, draft = write_pair(target_format, draft_format, tmp_path)
