@@ -4,13 +4,16 @@ refused."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
+from specdec.engine.loading.folder_files import WEIGHTS_FILE
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.loading.schemes import read_scheme
 from specdec.errors import ModelRefused
@@ -48,20 +51,53 @@ def test_weights_logits_and_texts_are_those_that_a_layout_means(layout: str, pla
     check_served(plain, tmp_path / "packed", meant, folder.packed.format)
 
 
-def test_logits_of_float8_blocks_are_those_of_transformers_on_the_folder(plain: Path, tmp_path: Path) -> None:
-    """Claim: a folder of FP8 weights by block has the logits that `transformers` has of the same folder.
+@pytest.mark.parametrize("writer", ["the test", "float", "ue8m0"])
+def test_logits_of_float8_blocks_are_those_of_transformers_on_the_folder(
+    writer: str, plain: Path, tmp_path: Path
+) -> None:
+    """Claim: a folder of FP8 weights by block has the weights, bit for bit, and the logits that `transformers` has of
+    the same folder, written by the test or by `transformers` itself with either format of scales.
 
     Source: `transformers`, which unpacks it itself. Conclusive: no code of the reader has a part in the reference.
     """
-    pack_folder(plain, tmp_path / "packed", "fp8-even-blocks")
-    unpacking = transformers.FineGrainedFP8Config(weight_block_size=(32, 32), dequantize=True)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "packed", dtype=torch.float32, quantization_config=unpacking
-    )
-    driver, tokens = Driver.load(tmp_path / "packed", "float32"), random_tokens(60, 1)
+    folder = tmp_path / "packed"
+    pack_folder(plain, folder, "fp8-even-blocks")
+    if writer != "the test":
+        folder = rewritten(folder, tmp_path / writer, writer)
+    reference = unpacked(folder)
+    own = open_model_folder(str(folder))
+    assert own.packed and own.packed.format == "fp8 F8_E4M3"
+    for name, weight in reference.state_dict().items():
+        assert torch.equal(own.packed.dense(name), weight), name
+    driver, tokens = Driver.load(folder, "float32"), random_tokens(60, 1)
     with torch.inference_mode():
         expected = reference.eval()(torch.tensor([tokens])).logits[0, :, :288]
     torch.testing.assert_close(driver.feed(driver.open(60), tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def unpacked(folder: Path) -> transformers.PreTrainedModel:
+    """A folder of FP8 weights, unpacked by `transformers`, which saves it packed."""
+    config = transformers.FineGrainedFP8Config(weight_block_size=(32, 32), dequantize=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+
+
+def set_scales(folder: Path, scale_format: str) -> None:
+    """Writes the entry of `transformers` for FP8 weights into a folder's configuration."""
+    config = transformers.FineGrainedFP8Config(weight_block_size=(32, 32), scale_fmt=scale_format)
+    file = folder / "config.json"
+    entries = json.loads(file.read_text(encoding="utf-8")) | {"quantization_config": config.to_dict()}
+    file.write_text(json.dumps(entries), encoding="utf-8")
+
+
+def rewritten(source: Path, folder: Path, scale_format: str) -> Path:
+    """A folder as `transformers` saves it, without the entry for FP8 weights, and the entry."""
+    set_scales(source, scale_format)
+    unpacked(source).save_pretrained(folder)
+    set_scales(folder, scale_format)
+    types = {weight.dtype for weight in load_file(folder / WEIGHTS_FILE).values()}
+    assert torch.float8_e4m3fn in types and (torch.float8_e8m0fnu in types) == (scale_format == "ue8m0")
+    shutil.copy(source / "tokenizer.json", folder)
+    return folder
 
 
 def test_words_hold_the_first_value_in_their_lowest_bits(plain: Path, tmp_path: Path) -> None:

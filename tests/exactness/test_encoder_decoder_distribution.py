@@ -1,103 +1,37 @@
 """An encoder-decoder target and its draft, of three tokens each: every rule keeps the target distribution.
 
-As in `test_exact_distribution.py` and `test_siblings.py`, but the logits are those of the engine for T5 folders: the
-target distribution is that of an output decoded token by token, and each verification is one step, as the target's
-service feeds it. The target's logits are rounded to even whole numbers, so that all shares are fractions.
+As in `test_exact_distribution.py` and `test_siblings.py`, but the logits are those of the engine for T5 folders
+(`engine_worlds.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path as Folder
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models
 
 from specdec.decoding.verification import VerificationRequest, verify
-from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
 from specdec.protocol.offer import Offer
 from specdec.protocol.rejection import decide
 from specdec.protocol.tree_shape import check_shape
 from specdec.protocol.types import ResolvedSamplingParams, Rule
+from tests.exactness.engine_worlds import Chains, Stepper, Trees, whole
 from tests.exactness.enumeration import Path, Setting, base_two_distribution
 from tests.exactness.exactness import check_exactness, committed_count_distribution
-from tests.exactness.siblings import SiblingWorld
 from tests.exactness.test_exact_distribution import varying_length
 from tests.support.encoder_decoder_models import make_encoder_decoder
-from tests.support.engine_models import OUTPUT_PADDING, Driver
+from tests.support.engine_models import OUTPUT_PADDING
 
 SIZE, START = 3, 2
 INPUT = (1, 0, 2, 2, 1, 1, 0)
 PROMPT = (*INPUT, START)
 OTHER_INPUT = (0, 0, 1, 2, 0, 1, 2)
 TEXT_LENGTH = 4
-
-
-class Stepper:
-    """A model's logits behind one encoder's input, from steps of the engine. A path is the input and an output."""
-
-    def __init__(self, folder: Folder, encoder_input: Path = INPUT):
-        self.driver = Driver.load(folder, block_count=8)
-        self.table = self.driver.open(64, encoder_input)
-        self.driver.feed(self.table, encoder_input, 0)
-        self.cells = INPUT  # the path in the cache, whatever input is there
-        self.known: dict[Path, torch.Tensor] = {}
-
-    def alone(self, path: Path) -> torch.Tensor:
-        """The logits after a path, decoded token by token: [vocab] float32."""
-        if path not in self.known:
-            self.hold(path)
-        return self.known[path]
-
-    def hold(self, path: Path) -> None:
-        """Rolls back to what the cache has of a path, and decodes the rest."""
-        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.cells, path))
-        self.cells = path[: len(list(pairs))]
-        self.driver.cache.truncate(self.table, len(self.cells))
-        while len(self.cells) < len(path):
-            token_id = path[len(self.cells)]
-            self.cells = (*self.cells, token_id)
-            self.known[self.cells] = self.driver.feed(self.table, [token_id], 1)[0]
-
-    def verified(self, path: Path, tokens: Path, parents: Sequence[int] = ()) -> torch.Tensor:
-        """The logits of a verification's rows, all in one step, for a chain or a tree: [rows, vocab] float32."""
-        self.hold(path[:-1])
-        end = len(path) + len(tokens)
-        self.driver.cache.prepare_write(self.table, end)
-        fed = [path[-1], *tokens]
-        paths = tree_paths(parents, len(path))
-        chunk = Chunk(self.table.block_ids, len(path) - 1, fed, len(fed), paths, len(INPUT))
-        return self.driver.model.forward(RaggedBatch((chunk,))).logits
-
-
-def whole(row: torch.Tensor) -> tuple[int, ...]:
-    """Even numbers: a repetition penalty of 2 leaves whole ones."""
-    return tuple(2 * round(value / 2) for value in row.tolist())
-
-
-@dataclass(kw_only=True)
-class Chains(Setting):
-    """A verification's rows are those of one step of the engine."""
-
-    stepper: Stepper
-
-    def lines(self, path: Path, tokens: Path) -> list[tuple[int, ...]]:
-        return list(map(whole, self.stepper.verified(path, tokens)))
-
-
-@dataclass(kw_only=True)
-class Trees(SiblingWorld):
-    """The same for trees, of which all draws are enumerated jointly, so that a step has the whole tree."""
-
-    stepper: Stepper
-    is_joint: bool = True
-
-    def lines(self, path: Path, offer: Offer) -> list[tuple[int, ...]]:
-        return list(map(whole, self.stepper.verified(path, offer.token_ids, offer.parents)))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Folder]:
 
 @pytest.fixture(scope="module")
 def steppers(folders: list[Folder]) -> list[Stepper]:
-    return [Stepper(folder) for folder in folders]
+    return [Stepper(folder, len(INPUT), INPUT) for folder in folders]
 
 
 World = Chains | Trees
@@ -250,7 +184,7 @@ def test_mistakes_are_noticed(world: Callable[..., World], folders: list[Folder]
     with pytest.raises(AssertionError):
         check_exactness(world(InputCounted, policy, params=params, draft_length=varying_length), 2)
     with pytest.raises(AssertionError):
-        other = Stepper(folders[0], OTHER_INPUT)
+        other = Stepper(folders[0], len(INPUT), OTHER_INPUT)
         check_exactness(world(Chains, {}, stepper=other, draft_length=varying_length), 2)
     with pytest.raises(AssertionError):
         seen = world(SiblingsSeen, {}, depth=2, row_max=3)

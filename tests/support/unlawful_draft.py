@@ -1,8 +1,9 @@
 """A real draft whose masks under a grammar are false: it draws illegal tokens only, or end tokens only, wherever there
-are any, or masks nothing, and sends its tokens with their distribution as if it had masked. For tests of what a target
-accepts.
+are any, or masks nothing, and sends its tokens with their distribution as if it had masked; or one that declares under
+REJECTION a flatter distribution than the one that it draws from. For tests of what a target accepts.
 
-Run as `python -m tests.support.unlawful_draft illegal FLAGS`, `ends FLAGS` or `all FLAGS`, as `specdec draft` is.
+Run as `python -m tests.support.unlawful_draft illegal FLAGS`, `ends FLAGS`, `all FLAGS` or `flat FLAGS`, as
+`specdec draft` is.
 """
 
 from __future__ import annotations
@@ -13,12 +14,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from specdec.cli.main import main
+from specdec.decoding import proposal
+from specdec.decoding.host_copy import HostCopy
+from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.grammar.matcher import ALL, MaskRows, PathMatcher
+from specdec.protocol.types import Rule
 
 LIES = ("illegal", "ends")
 
 rows_of_paths = PathMatcher.rows_of_paths
+draw = proposal.rejection_proposals
 
 
 def illegal(matcher: PathMatcher, output: Sequence[int], paths: Iterable[Sequence[int]]) -> MaskRows:
@@ -40,6 +48,12 @@ def everything(matcher: PathMatcher, output: Sequence[int], paths: Iterable[Sequ
     return MaskRows(bytearray(ALL) * (matcher._row_bytes * len(list(paths))))
 
 
+def flat(requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy) -> Callable[[], list[Proposal]]:
+    """`rejection_proposals` with the distributions of twice the temperature, which have the drawn tokens too."""
+    drawn, declared = draw(requests, logits, host_copy), draw(requests, logits / 2, host_copy)
+    return lambda: [own._replace(draft_probs=other.draft_probs) for own, other in zip(drawn(), declared())]
+
+
 @contextlib.contextmanager
 def lying(lie: str, model: Path, target_model: Path) -> Iterator[str]:
     """Starts such a draft; gives its address, once it serves, and ends it."""
@@ -55,5 +69,8 @@ def lying(lie: str, model: Path, target_model: Path) -> Iterator[str]:
 
 if __name__ == "__main__":
     masks: dict[str, Callable[..., MaskRows]] = {"illegal": illegal, "ends": ends, "all": everything}
-    PathMatcher.rows_of_paths = masks[sys.argv.pop(1)]
+    if (told := sys.argv.pop(1)) == "flat":
+        proposal.WAYS[Rule.REJECTION] = flat
+    else:
+        PathMatcher.rows_of_paths = masks[told]
     main("draft")
