@@ -44,7 +44,10 @@ def other_table(path: Path) -> tuple[int, ...]:
     return tuple((2 * token_id + 3 * path[-1] + len(path)) % 4 for token_id in range(3))
 
 
-@pytest.mark.parametrize("drawn_count, depth, count", [(1, 1, 4), (1, 3, 3), (2, 1, 3), (2, 2, 2), (3, 1, 2)])
+@pytest.mark.parametrize(
+    "drawn_count, depth, count",
+    [(1, 1, 4), (1, 3, 2), pytest.param(1, 3, 3, marks=pytest.mark.more), (2, 1, 3), (2, 2, 2), (3, 1, 2)],
+)
 @pytest.mark.parametrize("has_runs", [False, True], ids=["alone", "with runs"])
 def test_output_has_the_target_distribution(drawn_count: int, depth: int, count: int, has_runs: bool) -> None:
     """Claim: the joint distribution of the first tokens is the target's, for chains and siblings, alone and beside
