@@ -195,6 +195,7 @@ class Fleet:
         if target is None:
             raise ReplicaUnavailable(f"no target: {self.targets.absent_reason or 'the model changed'}")
         self._retries.opened(time.monotonic())
+        proposers = self._with_head(request, proposers, target)
         rule, draft, reason = self._pair(request, turn, target, proposers)
         policy = self._policy(request, rule, proposers, target, draft)
         head_drafts = policy.draft_length_cap > 0 and drafting(rule, target, draft, proposers).kind is Proposer.HEADS
@@ -246,6 +247,15 @@ class Fleet:
             asked = frozenset({Proposer.DRAFT}) if mode is SpeculationMode.FIXED else self._own
         found = asked & self._own - request.withheld_proposers
         return found - {Proposer.GRAMMAR} if request.sampling.grammar is None else found
+
+    def _with_head(
+        self, request: GenerationRequest, proposers: frozenset[Proposer], target: Target
+    ) -> frozenset[Proposer]:
+        """Returns the proposers of a request: a fixed plan that names none is the feature head's where no draft is."""
+        is_drafts = self._mode(request) is SpeculationMode.FIXED and not request.speculative.proposers
+        if is_drafts and target.has_feature_head and not self.drafts.up():
+            return self._own & {Proposer.HEADS} or proposers
+        return proposers
 
     def _mode(self, request: GenerationRequest) -> SpeculationMode:
         if not request.speculative.enabled:
