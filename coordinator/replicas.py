@@ -94,6 +94,10 @@ class Target(Peer):
                     self._tell(listener, TargetLost(reason, OVERDUE))
                 get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
 
+    def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
+        check_node_count(sum(len(message.result.head_nodes) for message in messages))
+        super()._on_items(messages, byte_count)
+
     def _event_of(self, item: Any) -> Event:
         if isinstance(item, VerificationResult):
             self._deadlines.answered(item)
