@@ -28,7 +28,6 @@ from specdec.protocol.events import (
 from specdec.protocol.items import (
     Close,
     Commit,
-    DraftNode,
     Extend,
     Failure,
     MissingTokens,
@@ -40,13 +39,20 @@ from specdec.protocol.items import (
 from specdec.protocol.proposers import NgramProposer
 from specdec.protocol.session import (
     ANSWERS_PER_COMMIT_MAX,
-    NODE_COUNT_MAX,
     RESEND_COUNT_MAX,
     Session,
 )
 from specdec.protocol.states import DraftState, Phase
-from specdec.protocol.tree import ReceivedTree
-from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
+from specdec.protocol.tree import NODE_COUNT_MAX, ReceivedTree
+from specdec.protocol.types import (
+    DraftNode,
+    DraftProbs,
+    ResolvedSamplingParams,
+    Rule,
+    SamplerOutput,
+    TokenKind,
+    Verdict,
+)
 from tests.support.session_check import check_session
 from tests.support.trees import OwnTree
 

@@ -23,7 +23,7 @@ from specdec.protocol import rejection
 from specdec.protocol import session as session_module
 from specdec.protocol.events import NOTHING_READY, FromDraft, FromTarget, Ready, TargetLost
 from specdec.protocol.growth import GrowingTree
-from specdec.protocol.items import Close, DraftNode, Nodes
+from specdec.protocol.items import Close, Nodes
 from specdec.protocol.limits import UINT32_MAX
 from specdec.protocol.noise import Lane
 from specdec.protocol.proposers import NgramProposer, PredictionProposer
@@ -32,7 +32,7 @@ from specdec.protocol.session import Session
 from specdec.protocol.states import DraftEvent
 from specdec.protocol.suffix_store import SuffixProposer, SuffixStore
 from specdec.protocol.tree import ReceivedTree
-from specdec.protocol.types import DraftProbs, TokenKind
+from specdec.protocol.types import DraftNode, DraftProbs, TokenKind
 from specdec.replica.handler import ItemHandler
 from specdec.target_service import heads as heads_module
 from specdec.target_service.admission import Admission
@@ -390,6 +390,22 @@ def one_head_late(real: Callable) -> Callable:
     return lambda *arguments: [run._replace(token_ids=run.token_ids[1:]) for run in real(*arguments)]
 
 
+def filed_before(real: Callable) -> Callable:
+    """Nodes of a feature head stand one position before their own; those of a draft where they belong."""
+    return lambda self, epoch, length, *more: real(self, epoch, length - (epoch < 0), *more)
+
+
+def head_draws_reversed(real: Callable) -> Callable:
+    """The siblings that a feature head drew are in hand in the order of the last draws."""
+
+    def mutant(self: Session, *arguments: Any) -> None:
+        real(self, *arguments)
+        for node in self.tree.root.below():
+            node.drawn.reverse()
+
+    return mutant
+
+
 def older_heads_kept(real: Callable) -> Callable:
     """A round without proposals of heads offers those of the round before."""
     kept: dict[int, list] = {}
@@ -711,6 +727,8 @@ HEADS = (
         instead(property(lambda request: len(request.committed) + 1)),
     ),
     Bug("the heads' tokens are offered one position too early", session_module, "head_runs", one_head_late),
+    Bug("a feature head's nodes are filed one position too early", ReceivedTree, "take", filed_before),
+    Bug("what a feature head drew is offered in another order", Session, "_take_head_nodes", head_draws_reversed),
     Bug("the heads of an older round are offered", Session, "_verify_now", older_heads_kept),
     Bug(
         "requests of a step have each other's hidden states",
