@@ -17,7 +17,8 @@ from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.retokenizer import Reading
 from specdec.grammar.jobs import Masks, SessionGrammar
 from specdec.protocol.growth import NO_CELL, GrowingNode, GrowingTree
-from specdec.protocol.items import NO_TRACE, DraftNode, Trace
+from specdec.protocol.items import NO_TRACE, Trace
+from specdec.protocol.types import DraftNode
 from specdec.replica.handler import ReplicaSession
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork
@@ -27,7 +28,8 @@ class TargetSession(ReplicaSession):
     before its cache has this length. `born_s`: when its text began, by its age. `quiet_since_s`: end of its last work.
     `cached_count`: tokens found in the cache at its admission; `preemptions`: since its last verification result.
     `counts`: of its tokens, for penalties. `scored_index`: of the next prompt token whose log-probabilities its request
-    wants, 0 for none; `timing`: of the steps for those. `grammar`: None without.
+    wants, 0 for none; `timing`: of the steps for those. `grammar`: None without. `head_secret` keys the draws of
+    a feature head, which no other noise shares.
     """
 
     fed_length: int = 0
@@ -49,6 +51,7 @@ class TargetSession(ReplicaSession):
     scored_index: int = 0
     timing: StepTiming | None = None
     grammar: SessionGrammar | None = field(default=None, init=False)
+    head_secret: int = field(default_factory=lambda: secrets.randbits(64), init=False)
 
     def __post_init__(self) -> None:
         if self.opened.params.has_penalties:

@@ -132,7 +132,7 @@ class Verifier:
             cache.give_input(session.table, session.tokens[: session.encoder_length])
         committed = TokenPath(session.tokens, item.base_position, counts=session.counts)
         params, tree = session.opened.params, (item.draft_token_ids, item.draft_probs, item.parents)
-        asked = params, item.round_index, committed, *tree, item.wants_heads
+        asked = params, item.round_index, committed, *tree, item.wants_heads, item.head_plan, session.head_secret
         if session.grammar is None:
             session.work = VerificationRequest(*asked)
         else:
@@ -287,7 +287,7 @@ class Verifier:
             output,
             queue_us=microseconds(timing.queue_s),
             forward_us=microseconds(timing.forward_s),
-            sampling_us=microseconds(timing.sampling_s),
+            sampling_us=microseconds(timing.sampling_s - timing.hidden_s),
             step_rows=timing.row_count,
             step_sessions=timing.feed_count,
             active_sessions=self._active_count,
@@ -295,6 +295,7 @@ class Verifier:
             step_count=timing.step_count,
             preemptions=session.preemptions,
             server_us=round((now_s - session.arrived_s) * 1e6),
+            head_us=microseconds(timing.hidden_s),
         )
         session.cached_count = session.preemptions = 0
         session.reply(answer)

@@ -31,12 +31,11 @@ from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.offer import Limits, Offer, make_offer
 from specdec.protocol.tree import ReceivedTree
 from specdec.protocol.tree_shape import children
-from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
+from specdec.protocol.types import DraftNode, DraftProbs, ResolvedSamplingParams, Rule
 
 TEMPERATURES, SEED = (0.7, 1.0), 5
 DEPTH, SIBLINGS, CHAINS = 8, 2, (1, 2, 3, 4, 6, 8)

@@ -29,6 +29,7 @@ from specdec.decoding.distribution import (
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
 from specdec.decoding.logits_processors import PathContext
 from specdec.decoding.masks import check_masks, masked
+from specdec.protocol.heads import NO_HEAD_PLAN, HeadPlan
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.tree_shape import branches, children, path_tokens
 from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
@@ -45,7 +46,8 @@ class VerificationRequest:
 
     `draft_probs`: the draft distribution of each draft token, under REJECTION; empty otherwise. Each was checked
     against its draft token (DraftProbs.check_proposal). `parents`: the shape of the tree (`protocol.tree_shape`).
-    `wants_heads`: the proposals of heads on the target are wanted; `verify` does not read it.
+    `wants_heads`: the proposals of heads on the target are wanted; `head_plan`: the tree wanted of its feature head;
+    `head_secret`: the key of that head's draws in this session (`noise.Lane.DRAFT`). `verify` reads none of them.
     """
 
     params: ResolvedSamplingParams
@@ -55,6 +57,8 @@ class VerificationRequest:
     draft_probs: tuple[DraftProbs, ...] = ()
     parents: tuple[int, ...] = ()
     wants_heads: bool = False
+    head_plan: HeadPlan = NO_HEAD_PLAN
+    head_secret: int = 0
 
     @property
     def base_position(self) -> int:

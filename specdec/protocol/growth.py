@@ -15,9 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specdec.protocol.calibration import RANK_COUNT, Calibration, bin_features, confidence_bin, confidence_features
-from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import NodeBase
-from specdec.protocol.types import DraftProbs, Rule
+from specdec.protocol.types import DraftNode, DraftProbs, Rule
 
 LIKELIHOOD_MIN = 0.003  # a path committed once in 300 rounds is not worth its evaluation
 CANDIDATES_MAX = 1024  # above, candidates that commits have passed are removed

@@ -6,11 +6,12 @@ those of every round are named tuples, checked when read from a message (`checke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable
+from specdec.protocol.heads import HEAD_PASSES_MAX, NO_HEAD_PLAN, HeadPlan
 from specdec.protocol.limits import (
     DRAFT_LENGTH_LIMIT,
     EXTEND_TOKEN_COUNT_MAX,
@@ -22,7 +23,7 @@ from specdec.protocol.limits import (
     check_salt,
 )
 from specdec.protocol.tree_shape import check_shape, depth_of
-from specdec.protocol.types import DraftProbs, PromptLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import DraftNode, DraftProbs, PromptLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Verification(NamedTuple):
     Draft tokens are the nodes of a tree in depth-first order; `parents`: see `protocol.tree_shape`. Under REJECTION
     each has the draft distribution it was drawn from, that of its siblings if they were drawn together; all weight on a
     token that was not drawn. `wants_heads`: the result shall have the proposals of the target's heads, if it has any.
+    `head_plan`: what its feature head shall draft below the token that the round commits last, if it has one.
     `prompt_logprobs_start`: index of the first prompt token whose log-probabilities are wanted, with all after it;
     0: none.
     """
@@ -123,6 +125,7 @@ class Verification(NamedTuple):
     parents: tuple[int, ...] = ()
     wants_heads: bool = False
     prompt_logprobs_start: int = 0
+    head_plan: HeadPlan = NO_HEAD_PLAN
 
     def checked(self) -> Verification:
         """Itself. Raises InvalidRequest where it breaks a limit."""
@@ -138,6 +141,9 @@ class Verification(NamedTuple):
             )
         check_shape(self.parents, self.draft_token_ids)
         check_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, TOKENS_MAX)
+        check_integer("head_window", self.head_plan.window, 0, HEAD_PASSES_MAX)
+        check_integer("head_nodes_per_step", self.head_plan.nodes_per_step, 1, NODES_PER_STEP_LIMIT)
+        check_integer("head_siblings", self.head_plan.siblings, 0, SIBLINGS_MAX)
         return self
 
     @property
@@ -146,11 +152,11 @@ class Verification(NamedTuple):
         return self.base_position - len(self.suffix_token_ids)
 
     @property
-    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...], tuple[int, ...], bool, int]:
+    def content(self) -> tuple[Hashable, ...]:
         """The fields that determine the answer: a round sent again with equal content gets the same one (the suffix may
         differ)."""
         rows = self.base_position, self.draft_token_ids, self.draft_probs, self.parents
-        return *rows, self.wants_heads, self.prompt_logprobs_start
+        return *rows, self.wants_heads, self.prompt_logprobs_start, self.head_plan
 
     @property
     def depth(self) -> int:
@@ -249,7 +255,8 @@ class VerificationResult(NamedTuple):
 
     `step_sessions` shared its last forward pass, of `active_sessions` with work or just answered. `step_count`: its
     forward passes, above 1 for prompts and reopened sessions only. `cached_prompt_tokens`: found in the cache, in the
-    first result only. `preemptions`: since the result before. `server_us`: from arrival to answer.
+    first result only. `preemptions`: since the result before. `server_us`: from arrival to answer. `head_us`:
+    of heads after that step, for all its sessions. `malformed_count`: of the nodes of the feature head, as in `Nodes`.
     """
 
     session: int
@@ -266,6 +273,8 @@ class VerificationResult(NamedTuple):
     step_count: int = 0
     preemptions: int = 0
     server_us: int = 0
+    head_us: int = 0
+    malformed_count: int = 0
 
 
 class PromptPart(NamedTuple):
@@ -274,22 +283,6 @@ class PromptPart(NamedTuple):
     session: int
     incarnation: int
     logprobs: PromptLogprobs
-
-
-class DraftNode(NamedTuple):
-    """One draft token; `parent_id` 0 is the root.
-
-    `draft_probs` only on a proposal child under REJECTION; siblings drawn from it without replacement have the names
-    that follow.
-    `confidence`: bin of CONFIDENCE_EDGES, from 1; 0 if unknown.
-    """
-
-    node_id: int
-    parent_id: int
-    token_id: int
-    proposal: bool
-    draft_probs: DraftProbs | None = None
-    confidence: int = 0
 
 
 class Nodes(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 
 from specdec.errors import InvalidRequest
-from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX
+from specdec.protocol.heads import HEAD_CANDIDATES, HEAD_PASSES_MAX, HEADS_MAX
 
 UINT32_MAX = (1 << 32) - 1
 UINT64_MAX = SEED_MAX = (1 << 64) - 1
@@ -185,6 +185,7 @@ _NAMED = (
     Limit("SIBLINGS_MAX", SIBLINGS_MAX, "a further one would be right once in thirty misses"),
     Limit("CONFIDENCE_MAX", CONFIDENCE_MAX, "the bins of a confidence"),
     Limit("HEADS_MAX", HEADS_MAX, "later positions are hardly ever right"),
+    Limit("HEAD_PASSES_MAX", HEAD_PASSES_MAX, "of a feature head: each keeps all sessions of the step waiting"),
     Limit("STEP_TIME_COUNT_MAX", STEP_TIME_COUNT_MAX, "rows grow by factors"),
     Limit("32 bits", UINT32_MAX, REPORTED),
     Limit("64 bits", UINT64_MAX, REPORTED),

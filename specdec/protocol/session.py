@@ -34,7 +34,6 @@ from specdec.protocol.items import (
     Close,
     Commit,
     DraftItem,
-    DraftNode,
     MissingTokens,
     Nodes,
     Open,
@@ -50,7 +49,7 @@ from specdec.protocol.proposers import LocalProposer, Run, head_runs
 from specdec.protocol.records import RoundRecord, RoundTokens, TargetStep, TreeUse
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import ReceivedTree
-from specdec.protocol.types import ResolvedSamplingParams, Rule
+from specdec.protocol.types import DraftNode, ResolvedSamplingParams, Rule
 
 ANSWERS_PER_COMMIT_MAX = 1024  # items of a draft between two commits: many times the steps that a window needs
 RESEND_COUNT_MAX = 64  # times without nodes that a draft lacks tokens: commits that may be on the way to it

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from specdec.protocol.items import DraftNode
-from specdec.protocol.types import DraftProbs
+from specdec.protocol.types import DraftNode, DraftProbs
 
 LATE_POSITIONS_MAX = 256  # names this far behind the committed tokens are dropped, and later nodes below them
 NAME_COUNT_KEPT = 256  # old names are removed when there are more, not at every commit

@@ -238,6 +238,22 @@ class PromptLogprobs(NamedTuple):
         return self.first_index + len(self.token_ids)
 
 
+class DraftNode(NamedTuple):
+    """One draft token; `parent_id` 0 is the root.
+
+    `draft_probs` only on a proposal child under REJECTION; siblings drawn from it without replacement have the names
+    that follow.
+    `confidence`: bin of CONFIDENCE_EDGES, from 1; 0 if unknown.
+    """
+
+    node_id: int
+    parent_id: int
+    token_id: int
+    proposal: bool
+    draft_probs: DraftProbs | None = None
+    confidence: int = 0
+
+
 class SamplerOutput(NamedTuple):
     """The sampler output of one verification: a row after the committed tokens, and one after each draft token.
 
@@ -245,7 +261,8 @@ class SamplerOutput(NamedTuple):
     draft token under REJECTION, else empty: its probability in what is left of the target distribution of its parent's
     row when the siblings before it are rejected. `draft_logprobs`: of each draft token in its parent's row, and
     `recovered_logprobs`: per row, of the recovered token and the likeliest ones, if requested, else empty.
-    `head_proposals`: if requested, and the target has heads.
+    `head_proposals`: if requested, and the target has heads; `head_nodes`: of its feature head, below the token that
+    the round commits last, parents before children, named from 1.
     """
 
     recovered_token_ids: tuple[int, ...]
@@ -253,6 +270,7 @@ class SamplerOutput(NamedTuple):
     draft_logprobs: tuple[float, ...] = ()
     recovered_logprobs: tuple[PositionLogprobs, ...] = ()
     head_proposals: HeadProposals | None = None
+    head_nodes: tuple[DraftNode, ...] = ()
 
 
 class Verdict(NamedTuple):
@@ -307,8 +325,9 @@ class Description:
     verification for a target, nodes for a draft. Empty without measurements. `trace_service`: service.name of the spans
     it records, empty if it records none. `draft_vocabulary_size`: number of the ids it proposes, 0: all;
     `draft_vocabulary_share`: of the tokens of a sample text, 0 to 1. `num_heads`: of a target, that propose tokens;
-    `head_times`: (sessions, seconds) that they add to a step. `instance`: of the process that answers. An
-    encoder-decoder model takes an input of at most `encoder_positions_max` tokens, and begins an output with
+    `head_times`: (sessions, seconds) that they add to a step. `head_passes_max`: of a target's feature head behind one
+    verification, 0 without one; `head_pass_times`: (rows, seconds) of a pass. `instance`: of the process that answers.
+    An encoder-decoder model takes an input of at most `encoder_positions_max` tokens, and begins an output with
     `beginning_token_ids`; of a decoder alone these are 0 and empty.
     """
 
@@ -331,6 +350,8 @@ class Description:
     draft_vocabulary_share: float = 1.0
     num_heads: int = 0
     head_times: tuple[tuple[int, float], ...] = ()
+    head_passes_max: int = 0
+    head_pass_times: tuple[tuple[int, float], ...] = ()
     instance: str = ""
     encoder_positions_max: int = 0
     beginning_token_ids: tuple[int, ...] = ()

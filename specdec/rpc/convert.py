@@ -246,6 +246,7 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         step_times=_step_times_to_message(description.step_times),
         draft_vocabulary=types_pb.DraftVocabulary.ValueType(description.draft_vocabulary.value),
         head_times=_step_times_to_message(description.head_times),
+        head_pass_times=_step_times_to_message(description.head_pass_times),
         beginning_token_ids=description.beginning_token_ids,
         **{name: getattr(description, name) for name in _DESCRIBED},
     )
@@ -291,6 +292,7 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
         step_times=_step_times_from_message(message.step_times),
         draft_vocabulary=DraftVocabulary(message.draft_vocabulary),
         head_times=_step_times_from_message(message.head_times),
+        head_pass_times=_step_times_from_message(message.head_pass_times),
         beginning_token_ids=beginning,
         **{name: getattr(message, name) for name in _DESCRIBED},
         **{name: getattr(message.numerics, name) for name in _NUMERICS},

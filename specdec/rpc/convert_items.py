@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
-from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
+from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadPlan, HeadProposals
 from specdec.protocol.limits import (
     CONFIDENCE_MAX,
     DRAFT_LENGTH_LIMIT,
@@ -25,7 +25,7 @@ from specdec.protocol.limits import (
     TOKENS_MAX,
     check_integer,
 )
-from specdec.protocol.types import DraftProbs, PositionLogprobs, SamplerOutput
+from specdec.protocol.types import DraftNode, DraftProbs, PositionLogprobs, SamplerOutput
 from specdec.rpc.convert import (
     numbers_from_bytes,
     numbers_to_bytes,
@@ -56,11 +56,12 @@ _NAME = ("session", "incarnation")
 _EXTEND = (*_NAME, "start_position")
 _VERIFICATION = (*_NAME, "round_index", "base_position", "suffix_token_ids", "draft_token_ids")
 _COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "nodes_per_step", "siblings", "wait_length")
+_HEAD_PLAN = ("head_window", "head_nodes_per_step", "head_siblings")  # in the order of HeadPlan
 _FAILURE = (*_NAME, "code", "reason", "message", "field", "retry_after_ms")
 _MISSING = (*_NAME, "known_length", "unknown")
 _TIMES = ("queue_us", "forward_us", "sampling_us")
 _COUNTS = ("step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "preemptions")
-_RESULT = (*_TIMES, *_COUNTS, "server_us")  # in the order of VerificationResult
+_RESULT = (*_TIMES, *_COUNTS, "server_us", "head_us")  # in the order of VerificationResult
 
 
 def _fields_of(*names: str) -> Callable[[Any], Fields]:
@@ -130,6 +131,8 @@ def _write_verification(item: items.Verification) -> Fields:
         fields["want_heads"] = True
     if item.prompt_logprobs_start:
         fields["prompt_logprobs_start"] = item.prompt_logprobs_start
+    if item.head_plan.window:
+        fields |= zip(_HEAD_PLAN, item.head_plan)
     return fields
 
 
@@ -171,6 +174,7 @@ def _verification_from_message(message: target_pb.VerifyItem) -> items.Verificat
         parents,
         wants_heads=message.want_heads,
         prompt_logprobs_start=message.prompt_logprobs_start,
+        head_plan=HeadPlan(message.head_window, message.head_nodes_per_step or 1, message.head_siblings),
     ).checked()
 
 
@@ -195,7 +199,7 @@ def _commit_from_message(message: draft_pb.CommitItem) -> items.Commit:
     ).checked()
 
 
-def _node_fields(nodes: Sequence[items.DraftNode]) -> Iterator[Fields]:
+def _node_fields(nodes: Sequence[DraftNode]) -> Iterator[Fields]:
     drawn = None  # the distribution that the proposal child before was drawn from
     for node_id, parent_id, token_id, is_proposal, probs, confidence in nodes:
         back = node_id - 1 - parent_id
@@ -223,13 +227,12 @@ def _write_nodes(item: items.Nodes) -> Fields:
     }
 
 
-def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
+def _read_nodes(messages: Sequence[types_pb.TreeNode]) -> tuple[tuple[DraftNode, ...], int]:
     """Returns the nodes before the first malformed one; counts it and those after it, also those beyond the limit."""
-    check_integer("root_length", message.root_length, 0, TOKENS_MAX)
-    nodes: list[items.DraftNode] = []
+    nodes: list[DraftNode] = []
     drawn: tuple[int, DraftProbs | None] = 0, None  # parent and distribution of the proposal child before
     try:
-        for node in islice(message.nodes, NODES_PER_ITEM_MAX):
+        for node in islice(messages, NODES_PER_ITEM_MAX):
             number, confidence = node.node_id, node.confidence
             parent = number - 1 - node.parent_back
             if parent < 0 or confidence > CONFIDENCE_MAX or node.token_id > TOKENS_MAX:
@@ -238,18 +241,24 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
             if probs is None and not node.branch and parent == drawn[0]:
                 probs = drawn[1]
             drawn = parent, probs
-            nodes.append(items.DraftNode(number, parent, node.token_id, not node.branch, probs, confidence))
+            nodes.append(DraftNode(number, parent, node.token_id, not node.branch, probs, confidence))
     except InvalidRequest:
         pass
+    return tuple(nodes), len(messages) - len(nodes)
+
+
+def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
+    check_integer("root_length", message.root_length, 0, TOKENS_MAX)
+    nodes, malformed_count = _read_nodes(message.nodes)
     return items.Nodes(
         message.session,
         message.incarnation,
         message.epoch,
         message.root_length,
-        tuple(nodes),
+        nodes,
         message.step_us,
         message.step_rows,
-        len(message.nodes) - len(nodes),
+        malformed_count,
         message.detailed,
         message.worked_us,
         message.active_sessions,
@@ -279,6 +288,8 @@ def _write_result(item: items.VerificationResult) -> Fields:
     if output.head_proposals is not None:
         fields["head_token_ids"] = output.head_proposals.token_ids
         fields["head_confidences"] = output.head_proposals.confidences
+    if output.head_nodes:
+        fields["head_nodes"] = list(_node_fields(output.head_nodes))
     return fields
 
 
@@ -297,12 +308,14 @@ def _result_from_message(message: target_pb.VerificationResultItem) -> items.Ver
         target_probs = tuple(numbers_from_bytes("d", packed, "target_probs", 0.0, 1.0))
         if len(target_probs) != len(recovered) - 1:
             raise InvalidRequest("target_probs", len(target_probs), f"one per draft token, {len(recovered) - 1}")
+    nodes, malformed_count = _read_nodes(message.head_nodes) if message.head_nodes else ((), 0)
+    logprobs = draft_logprobs, recovered_logprobs
     return items.VerificationResult(
         message.session,
         message.incarnation,
         message.round_index,
-        SamplerOutput(recovered, target_probs, draft_logprobs, recovered_logprobs, _heads_from_message(message)),
-        *_sampler_measurements(message),
+        SamplerOutput(recovered, target_probs, *logprobs, _heads_from_message(message), nodes),
+        *(*_sampler_measurements(message), malformed_count),
     )
 
 

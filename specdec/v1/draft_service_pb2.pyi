@@ -87,26 +87,10 @@ class NodesItem(_message.Message):
     incarnation: int
     epoch: int
     root_length: int
-    nodes: _containers.RepeatedCompositeFieldContainer[TreeNode]
+    nodes: _containers.RepeatedCompositeFieldContainer[_types_pb2.TreeNode]
     step_us: int
     step_rows: int
     detailed: bool
     worked_us: int
     active_sessions: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., root_length: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., step_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., detailed: bool = ..., worked_us: _Optional[int] = ..., active_sessions: _Optional[int] = ...) -> None: ...
-
-class TreeNode(_message.Message):
-    __slots__ = ("node_id", "parent_back", "token_id", "branch", "draft_probs", "confidence")
-    NODE_ID_FIELD_NUMBER: _ClassVar[int]
-    PARENT_BACK_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    BRANCH_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
-    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
-    node_id: int
-    parent_back: int
-    token_id: int
-    branch: bool
-    draft_probs: _types_pb2.DraftProbs
-    confidence: int
-    def __init__(self, node_id: _Optional[int] = ..., parent_back: _Optional[int] = ..., token_id: _Optional[int] = ..., branch: bool = ..., draft_probs: _Optional[_Union[_types_pb2.DraftProbs, _Mapping]] = ..., confidence: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., root_length: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[_types_pb2.TreeNode, _Mapping]]] = ..., step_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., detailed: bool = ..., worked_us: _Optional[int] = ..., active_sessions: _Optional[int] = ...) -> None: ...

@@ -30,7 +30,7 @@ class VerifyRequestItem(_message.Message):
     def __init__(self, open: _Optional[_Union[_open_item_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., verify: _Optional[_Union[VerifyItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace", "parents", "want_heads", "prompt_logprobs_start")
+    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace", "parents", "want_heads", "prompt_logprobs_start", "head_window", "head_nodes_per_step", "head_siblings")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,9 @@ class VerifyItem(_message.Message):
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     WANT_HEADS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
+    HEAD_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    HEAD_NODES_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     round_index: int
@@ -53,7 +56,10 @@ class VerifyItem(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[int]
     want_heads: bool
     prompt_logprobs_start: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., parents: _Optional[_Iterable[int]] = ..., want_heads: bool = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
+    head_window: int
+    head_nodes_per_step: int
+    head_siblings: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., parents: _Optional[_Iterable[int]] = ..., want_heads: bool = ..., prompt_logprobs_start: _Optional[int] = ..., head_window: _Optional[int] = ..., head_nodes_per_step: _Optional[int] = ..., head_siblings: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("stamp", "items", "load")
@@ -88,7 +94,7 @@ class PromptLogprobsItem(_message.Message):
     def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class VerificationResultItem(_message.Message):
-    __slots__ = ("session", "incarnation", "round_index", "recovered_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "sampling_us", "step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "preemptions", "server_us", "head_token_ids", "head_confidences")
+    __slots__ = ("session", "incarnation", "round_index", "recovered_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "sampling_us", "step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "preemptions", "server_us", "head_token_ids", "head_confidences", "head_nodes", "head_us")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +113,8 @@ class VerificationResultItem(_message.Message):
     SERVER_US_FIELD_NUMBER: _ClassVar[int]
     HEAD_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     HEAD_CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    HEAD_NODES_FIELD_NUMBER: _ClassVar[int]
+    HEAD_US_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     round_index: int
@@ -125,7 +133,9 @@ class VerificationResultItem(_message.Message):
     server_us: int
     head_token_ids: _containers.RepeatedScalarFieldContainer[int]
     head_confidences: bytes
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., recovered_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[bytes] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., sampling_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., step_count: _Optional[int] = ..., preemptions: _Optional[int] = ..., server_us: _Optional[int] = ..., head_token_ids: _Optional[_Iterable[int]] = ..., head_confidences: _Optional[bytes] = ...) -> None: ...
+    head_nodes: _containers.RepeatedCompositeFieldContainer[_types_pb2.TreeNode]
+    head_us: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., recovered_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[bytes] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., sampling_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., step_count: _Optional[int] = ..., preemptions: _Optional[int] = ..., server_us: _Optional[int] = ..., head_token_ids: _Optional[_Iterable[int]] = ..., head_confidences: _Optional[bytes] = ..., head_nodes: _Optional[_Iterable[_Union[_types_pb2.TreeNode, _Mapping]]] = ..., head_us: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("draft", "recovered", "top_token_ids", "top")

@@ -44,6 +44,22 @@ class DraftProbs(_message.Message):
     weight_codes: bytes
     def __init__(self, token_id_steps: _Optional[_Iterable[int]] = ..., weight_codes: _Optional[bytes] = ...) -> None: ...
 
+class TreeNode(_message.Message):
+    __slots__ = ("node_id", "parent_back", "token_id", "branch", "draft_probs", "confidence")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENT_BACK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    node_id: int
+    parent_back: int
+    token_id: int
+    branch: bool
+    draft_probs: DraftProbs
+    confidence: int
+    def __init__(self, node_id: _Optional[int] = ..., parent_back: _Optional[int] = ..., token_id: _Optional[int] = ..., branch: bool = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ..., confidence: _Optional[int] = ...) -> None: ...
+
 class PromptLogprobs(_message.Message):
     __slots__ = ("first_prompt_index", "token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs")
     FIRST_PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -149,7 +165,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size", "draft_vocabulary", "draft_vocabulary_share", "num_heads", "head_times", "instance", "encoder_positions_max", "beginning_token_ids")
+    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size", "draft_vocabulary", "draft_vocabulary_share", "num_heads", "head_times", "instance", "encoder_positions_max", "beginning_token_ids", "head_passes_max", "head_pass_times")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +185,8 @@ class DescribeResponse(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ENCODER_POSITIONS_MAX_FIELD_NUMBER: _ClassVar[int]
     BEGINNING_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_PASSES_MAX_FIELD_NUMBER: _ClassVar[int]
+    HEAD_PASS_TIMES_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     tokenizer_fingerprint: str
     model_name: str
@@ -188,7 +206,9 @@ class DescribeResponse(_message.Message):
     instance: str
     encoder_positions_max: int
     beginning_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ..., draft_vocabulary: _Optional[_Union[DraftVocabulary, str]] = ..., draft_vocabulary_share: _Optional[float] = ..., num_heads: _Optional[int] = ..., head_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., instance: _Optional[str] = ..., encoder_positions_max: _Optional[int] = ..., beginning_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    head_passes_max: int
+    head_pass_times: _containers.RepeatedCompositeFieldContainer[StepTime]
+    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ..., draft_vocabulary: _Optional[_Union[DraftVocabulary, str]] = ..., draft_vocabulary_share: _Optional[float] = ..., num_heads: _Optional[int] = ..., head_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., instance: _Optional[str] = ..., encoder_positions_max: _Optional[int] = ..., beginning_token_ids: _Optional[_Iterable[int]] = ..., head_passes_max: _Optional[int] = ..., head_pass_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("rows", "step_us")

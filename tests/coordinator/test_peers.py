@@ -29,11 +29,18 @@ from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.events import DraftFound, DraftLost, Event, FromDraft, FromTarget, TargetLost
-from specdec.protocol.items import NO_TRACE, Close, DraftNode, Failure, Nodes, Open, PromptPart, VerificationResult
+from specdec.protocol.items import NO_TRACE, Close, Failure, Nodes, Open, PromptPart, VerificationResult
 from specdec.protocol.limits import ITEM_COUNT_MAX, UINT32_MAX
 from specdec.protocol.report import Started
 from specdec.protocol.session import Session
-from specdec.protocol.types import PROTOCOL_VERSION, PromptLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import (
+    PROTOCOL_VERSION,
+    DraftNode,
+    PromptLogprobs,
+    ResolvedSamplingParams,
+    Rule,
+    SamplerOutput,
+)
 from specdec.rpc.convert_generate import statistics_to_message
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, STREAM_RESPONSE_BYTES_MAX
 from specdec.v1 import draft_service_pb2 as draft_pb

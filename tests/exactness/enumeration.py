@@ -25,11 +25,10 @@ from specdec.decoding.verification import VerificationRequest
 from specdec.errors import InvalidRequest
 from specdec.protocol import rejection
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import Lane
 from specdec.protocol.offer import Limits, make_offer
 from specdec.protocol.tree import ReceivedTree
-from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import DraftNode, DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
 from tests.support.trees import OwnTree
 
 BASE_TWO = 1 / math.log(2)  # the temperature at which a logit difference of 1 is a factor of 2

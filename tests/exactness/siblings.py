@@ -22,13 +22,12 @@ from specdec.decoding.proposal import ProposalRequest
 from specdec.decoding.verification import VerificationRequest
 from specdec.protocol import rejection
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import Lane
 from specdec.protocol.offer import Limits, Offer, make_offer
 from specdec.protocol.proposers import Run
 from specdec.protocol.tree import ReceivedTree
 from specdec.protocol.tree_shape import children as children_of
-from specdec.protocol.types import DraftProbs, Proposer, ResolvedSamplingParams, Rule
+from specdec.protocol.types import DraftNode, DraftProbs, Proposer, ResolvedSamplingParams, Rule
 from tests.exactness.enumeration import (
     INSET,
     PROMPT,

@@ -18,8 +18,7 @@ import torch
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import GrowingNode, GrowingTree
-from specdec.protocol.items import DraftNode
-from specdec.protocol.types import Rule
+from specdec.protocol.types import DraftNode, Rule
 from tests.exactness.enumeration import PROMPT, Child, Path, Setting, base_two_distribution, chain_offer
 from tests.exactness.exactness import target_output_distribution
 from tests.exactness.test_exact_distribution import POLICIES, draft_table, target_table

@@ -96,6 +96,7 @@ TABLE = (
         "specdec.decoding",
         (
             "specdec.errors",
+            "specdec.protocol.heads",
             "specdec.protocol.types",
             "specdec.protocol.noise",
             "specdec.protocol.tree_shape",

@@ -13,8 +13,7 @@ import pytest
 
 from specdec.protocol.calibration import Calibration, confidence_features
 from specdec.protocol.growth import LIKELIHOOD_MIN, GrowingTree
-from specdec.protocol.items import DraftNode
-from specdec.protocol.types import Rule
+from specdec.protocol.types import DraftNode, Rule
 from tests.support.trees import OwnTree
 
 DEPTH_MAX = 12

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from specdec.errors import InvalidRequest
 from specdec.protocol import offer as offer_module
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.items import DraftNode
 from specdec.protocol.offer import Limits, Offer, make_offer
 from specdec.protocol.proposers import Run
 from specdec.protocol.tree import ReceivedTree
@@ -25,7 +24,7 @@ from specdec.protocol.tree_shape import (
     path_count_max,
     path_tokens,
 )
-from specdec.protocol.types import CacheSize, DraftProbs, Proposer, Rule, point_mass
+from specdec.protocol.types import CacheSize, DraftNode, DraftProbs, Proposer, Rule, point_mass
 
 ROOT = [7, 7]
 WIDE = Limits(99, 99, siblings=3)

@@ -28,7 +28,6 @@ from specdec.protocol.events import (
 from specdec.protocol.items import (
     Close,
     Commit,
-    DraftNode,
     Extend,
     Failure,
     MissingTokens,
@@ -46,7 +45,15 @@ from specdec.protocol.session import (
 )
 from specdec.protocol.states import DraftState, Phase
 from specdec.protocol.tree import ReceivedTree
-from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
+from specdec.protocol.types import (
+    DraftNode,
+    DraftProbs,
+    ResolvedSamplingParams,
+    Rule,
+    SamplerOutput,
+    TokenKind,
+    Verdict,
+)
 from tests.support.session_check import check_session
 from tests.support.trees import OwnTree
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import gc
 import random
 
-from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import ReceivedTree
+from specdec.protocol.types import DraftNode
 from tests.support.trees import OwnTree
 
 

@@ -23,7 +23,7 @@ from specdec.protocol import rejection
 from specdec.protocol import session as session_module
 from specdec.protocol.events import NOTHING_READY, FromDraft, FromTarget, Ready, TargetLost
 from specdec.protocol.growth import GrowingTree
-from specdec.protocol.items import Close, DraftNode, Nodes
+from specdec.protocol.items import Close, Nodes
 from specdec.protocol.limits import UINT32_MAX
 from specdec.protocol.noise import Lane
 from specdec.protocol.proposers import NgramProposer, PredictionProposer
@@ -32,7 +32,7 @@ from specdec.protocol.session import Session
 from specdec.protocol.states import DraftEvent
 from specdec.protocol.suffix_store import SuffixProposer, SuffixStore
 from specdec.protocol.tree import ReceivedTree
-from specdec.protocol.types import DraftProbs, TokenKind
+from specdec.protocol.types import DraftNode, DraftProbs, TokenKind
 from specdec.replica.handler import ItemHandler
 from specdec.target_service import heads as heads_module
 from specdec.target_service.admission import Admission

@@ -8,7 +8,6 @@ from typing import Any
 from specdec.protocol.items import (
     Close,
     Commit,
-    DraftNode,
     Extend,
     Failure,
     MissingTokens,
@@ -18,6 +17,7 @@ from specdec.protocol.items import (
     Verification,
     VerificationResult,
 )
+from specdec.protocol.types import DraftNode
 
 
 def shown(thing: Any) -> str:

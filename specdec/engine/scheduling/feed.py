@@ -34,8 +34,9 @@ def ignore(*_: Any) -> None:
 class StepTiming:
     """Times of a feed, in seconds: `forward_s` sums over its steps.
 
-    `row_count` and `feed_count` (rows and feeds of all sequences together), `started_s` and `ended_s` (clock readings)
-    are of its last step; its first step began at `first_started_s`.
+    `hidden_s`: the part of `sampling_s` in which the hidden states were read. It, `row_count` and `feed_count` (rows
+    and feeds of all sequences together), `started_s` and `ended_s` (clock readings) are of its last step; its first
+    step began at `first_started_s`.
     """
 
     queue_s: float = 0.0
@@ -47,6 +48,7 @@ class StepTiming:
     first_started_s: float = 0.0
     started_s: float = 0.0
     ended_s: float = 0.0
+    hidden_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

@@ -301,6 +301,7 @@ class Engine(Generic[Payload, Answer]):
                     self._waiting.pop(feed, None)
                     feed.table.is_decoding = feed.part is None
                 timing.sampling_s, timing.row_count = report.sampling_s, report.row_count
+                timing.hidden_s = report.hidden_s
                 timing.feed_count, timing.started_s, timing.ended_s = len(chosen), started_s, ended_s
                 self._call(feed.done, outcome, timing)
 

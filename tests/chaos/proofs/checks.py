@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bench.bars import Bar
 from specdec.protocol import items
-from specdec.protocol.types import DraftProbs, SamplerOutput
+from specdec.protocol.types import DraftNode, DraftProbs, SamplerOutput
 from specdec.rpc import convert, convert_items, field_count, link
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.rates import Rate
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def messages(count: int, probs: DraftProbs | None) -> list[tuple[type, bytes]]:
     """The messages of one round with `count` draft tokens; `probs`: the distribution of each, under REJECTION."""
     tokens = tuple(range(5, 5 + count))
-    nodes = tuple(items.DraftNode(index + 1, index, token, True, probs) for index, token in enumerate(tokens))
+    nodes = tuple(DraftNode(index + 1, index, token, True, probs) for index, token in enumerate(tokens))
     output = SamplerOutput((*tokens, 9), (0.5,) * count if probs else ())
     return [
         (draft_pb.DraftRequest, item_to_bytes(draft_pb.DraftRequest, items.Commit(*NAME, 100, tokens, 4))),
