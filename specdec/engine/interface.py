@@ -208,5 +208,5 @@ class Features(Protocol):
         ModelRefused for a model that has none."""
 
     def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the lookup of embeddings, [rows] int64 -> [rows, hidden] of the model's type, to be called between
-        forwards."""
+        """Returns the lookup in the table of embeddings, without the factor of some architectures: [rows] int64 ->
+        [rows, hidden] of the model's type. To be called between forwards."""

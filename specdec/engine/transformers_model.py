@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from specdec.engine.attention import AttentionShape, measure_shape
 from specdec.engine.backend import Asked, Backend, StepInput, StepResult
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.engine.cpu.kernels import kernels
+from specdec.engine.cpu.llama_parts import PackedEmbedding
 from specdec.engine.encoder_decoder import EncoderDecoder
 from specdec.engine.features import FeatureRecorder
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
@@ -122,8 +124,10 @@ class TransformersModel:
     def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """See `Features`."""
         its: Any = self._base
-        embedding: nn.Module = its.get_input_embeddings()
-        return lambda token_ids: embedding(token_ids[None])[0]
+        embedding: PackedEmbedding | nn.Embedding = its.get_input_embeddings()
+        if isinstance(embedding, PackedEmbedding):
+            return embedding.rows
+        return partial(torch.nn.functional.embedding, weight=embedding.weight)
 
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids

@@ -58,8 +58,8 @@ def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress:
     try:
         name, device = source.path_or_hub_id, source.torch_device
         share = load_share(name, folder, source.dtype, device, group, progress, source.positions_max)
-        whole = [partial(load, name, folder, source.dtype, share) for load in (load_output, load_embedding)]
-        return LeaderModel(share, group, *whole)
+        own = name, folder, source.dtype, share
+        return LeaderModel(share, group, partial(load_output, *own), partial(load_embedding, *own))
     except BaseException as error:
         group.watch.fail(place.rank, error)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -92,9 +93,10 @@ def load_output(name: str, folder: ModelFolder, dtype_name: str, model: Transfor
     return output_layer(whole, columns, model.backend)
 
 
-def load_embedding(name: str, folder: ModelFolder, dtype_name: str, model: TransformersModel) -> nn.Module:
+def load_embedding(name: str, folder: ModelFolder, dtype_name: str, model: TransformersModel) -> nn.Embedding:
     """Returns the whole table of embeddings of the model of which `model` is a share, for rank 0 alone."""
-    embedding: nn.Module = embedding_alone(name, folder, dtype_of(folder.config, dtype_name)).get_input_embeddings()
+    embedding = embedding_alone(name, folder, dtype_of(folder.config, dtype_name)).get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
     return embedding.requires_grad_(False).to(model.backend.device)
 
 
@@ -139,7 +141,7 @@ class LeaderModel:
         model: TransformersModel,
         group: RankGroup,
         load_output: Callable[[], nn.Module],
-        load_embedding: Callable[[], nn.Module],
+        load_embedding: Callable[[], nn.Embedding],
     ) -> None:
         if group.sender is None:
             raise ValueError("only rank 0 leads")
@@ -182,7 +184,7 @@ class LeaderModel:
 
     def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """See `Features`. Of the whole vocabulary: that of the share is a part."""
-        return self._load_embedding()
+        return partial(torch.nn.functional.embedding, weight=self._load_embedding().weight)
 
     def allocate(self, block_count: int, block_size: int) -> LeaderStorage:
         self._sender.send(pack(Allocate(block_count, block_size)))
