@@ -41,7 +41,7 @@ class Limits(NamedTuple):
 class Offer(NamedTuple):
     """The draft tokens of a verification, in depth-first order; `parents`: protocol.tree_shape. `guesses`: (proposer,
     features) of each, of all proposers with that token there, the surest first; `names`: (epoch, node_id) of each in
-    the draft's tree, None where it has no such node."""
+    the received tree, None where it has no such node."""
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -59,14 +59,16 @@ class Offer(NamedTuple):
         """The number of paths."""
         return len(branches(self.parents, len(self.token_ids))) if self.token_ids else 0
 
-    def sources(self, accepted: Sequence[int]) -> tuple[tuple[Proposer, ...], tuple[Proposer, ...], int, int]:
+    def sources(
+        self, accepted: Sequence[int], drafter: Proposer = Proposer.DRAFT
+    ) -> tuple[tuple[Proposer, ...], tuple[Proposer, ...], int, int]:
         """Returns, of a round that accepted these tokens, the proposers of all tokens and of the accepted ones, the
-        number of the first accepted ones that a proposer of the coordinator guessed too, and that of paths."""
+        number of the first accepted ones that others than the drafter guessed too, and that of paths."""
         if not self.token_ids:
             return (), (), 0, 0
         proposers, local_count = self.proposers, 0
         for index in accepted:
-            if all(proposer is Proposer.DRAFT for proposer, _ in self.guesses[index]):
+            if all(proposer is drafter for proposer, _ in self.guesses[index]):
                 break
             local_count += 1
         return proposers, tuple(map(proposers.__getitem__, accepted)), local_count, self.path_count
@@ -105,7 +107,7 @@ class _Node:
 
 
 def make_offer(root: TreeNode, runs: Sequence[Run], rule: Rule, limits: Limits, calibration: Calibration) -> Offer:
-    """Returns the offer below `root`, the last committed token: nodes of the draft's tree and of the runs."""
+    """Returns the offer below `root`, the last committed token: nodes of the received tree and of the runs."""
     if not runs and not limits.siblings:
         return _chain(root, rule, limits, calibration)
     return _tree(root, runs, rule, limits, calibration)
@@ -122,14 +124,14 @@ def _chain(root: TreeNode, rule: Rule, limits: Limits, calibration: Calibration)
         if rule is not Rule.REJECTION:
             features, prior = node_features(rule, node.proposal)
         elif node.draft_probs is not None:
-            features, prior = drawn_features(node.draft_probs, 0)
+            features, prior = drawn_features(node.draft_probs, 0, proposer=node.proposal.proposer)
             probs.append(node.draft_probs)
         reach *= calibration.probability(features, prior)
         if reach < limits.reach_min:
             break
         node = node.proposal
         tokens.append(node.token_id)
-        guesses.append(((Proposer.DRAFT, features),))
+        guesses.append(((node.proposer, features),))
         names.append(node.name)
     return Offer(tuple(tokens), (), tuple(probs[: len(tokens)]), tuple(guesses), tuple(names))
 
@@ -186,7 +188,7 @@ def _children(node: _Node, rule: Rule, siblings: int, calibration: Calibration) 
         drawn = _drawn(remote, siblings, calibration)
     else:
         for child in _guessed(remote, siblings):
-            guess(child.token_id, Proposer.DRAFT, *node_features(rule, child))
+            guess(child.token_id, child.proposer, *node_features(rule, child))
     nodes = [*found.values(), *drawn]
     taken: set[int] = set()
     if len(nodes) > 1:
@@ -194,7 +196,8 @@ def _children(node: _Node, rule: Rule, siblings: int, calibration: Calibration) 
     for own in nodes:
         if own.token_id not in taken:
             taken.add(own.token_id)
-            own.remote = None if remote is None else _remote_below(remote, own, rule)
+            is_sure = rule is Rule.REJECTION and found.get(own.token_id) is own
+            own.remote = None if remote is None else _remote_below(remote, own.token_id, is_sure)
             own.runs = [
                 (run, place + 1) for run, place in node.runs if run.token_ids[place : place + 1] == (own.token_id,)
             ]
@@ -202,17 +205,16 @@ def _children(node: _Node, rule: Rule, siblings: int, calibration: Calibration) 
             yield own
 
 
-def _remote_below(remote: TreeNode, node: _Node, rule: Rule) -> TreeNode | None:
-    """Returns the draft's node of a possible token. Under REJECTION a guess of a proposer without a draw gets one only
+def _remote_below(remote: TreeNode, token_id: int, is_sure: bool) -> TreeNode | None:
+    """Returns the received node of a possible token. One that was not drawn though others are (`is_sure`) gets one only
     as the first token drawn, which is then not tested: else the rows left for a drawn token would depend on it."""
-    is_sure = rule is Rule.REJECTION and any(proposer is not Proposer.DRAFT for _, proposer, _ in node.guesses)
-    if is_sure and not (remote.drawn and remote.drawn[0].token_id == node.token_id):
+    if is_sure and not (remote.drawn and remote.drawn[0].token_id == token_id):
         return None
-    return remote.children.get(node.token_id)
+    return remote.children.get(token_id)
 
 
 def _guessed(remote: TreeNode | None, siblings: int) -> list[TreeNode]:
-    """Returns the draft's children of a node that may be offered under GREEDY and COUPLED."""
+    """Returns the received children of a node that may be offered under GREEDY and COUPLED."""
     if remote is None or remote.proposal is None:
         return []
     others = remote.children.values() if siblings else ()
@@ -222,16 +224,16 @@ def _guessed(remote: TreeNode | None, siblings: int) -> list[TreeNode]:
 def _drawn(remote: TreeNode | None, siblings: int, calibration: Calibration) -> list[_Node]:
     """Returns the tokens drawn for a node, in order, no later one likelier than one before it. If the likeliest token
     was drawn and is refused, the target has little use for the others: so the next one's estimate knows of it."""
-    if remote is None or remote.draft_probs is None:
+    if remote is None or remote.draft_probs is None or remote.proposal is None:
         return []
     nodes: list[_Node] = []
     before: set[int] = set()
-    probs = remote.draft_probs
+    probs, proposer = remote.draft_probs, remote.proposal.proposer
     most, likeliest = 1.0, probs.token_ids[probs.weights.index(max(probs.weights))]
     for rank, child in enumerate(remote.drawn[: 1 + siblings]):
-        features, prior = drawn_features(probs, rank, likeliest in before)
+        features, prior = drawn_features(probs, rank, likeliest in before, proposer)
         most = min(most, calibration.probability(features, prior))
-        nodes.append(_Node(child.token_id, most, [(most, Proposer.DRAFT, features)], None, [], probs))
+        nodes.append(_Node(child.token_id, most, [(most, proposer, features)], None, [], probs))
         before.add(child.token_id)
     return nodes
 
@@ -247,22 +249,30 @@ def run_features(run: Run, place: int, rule: Rule) -> tuple[Hashable, float]:
     return (run.proposer, rule.value, run.rank, edge), strength / (strength + MATCH_HALF)
 
 
-def drawn_features(probs: DraftProbs, rank: int, is_likeliest_drawn: bool = False) -> tuple[Hashable, float]:
-    """Returns the features of a token drawn in that place, and the prior of its probability: its rank, the largest
-    share of its distribution, and whether a sibling drawn before it is the likeliest token; never the token. Priors are
-    fits to the embedded pair."""
+def drawn_features(
+    probs: DraftProbs, rank: int, is_likeliest_drawn: bool = False, proposer: Proposer = Proposer.DRAFT
+) -> tuple[Hashable, float]:
+    """Returns the features of a token drawn in that place, and the prior of its probability: who drew it, its rank, the
+    largest share of its distribution, and whether a sibling drawn before it is the likeliest token; never the token.
+    Priors are fits to the embedded pair."""
     share = max(probs.weights) / probs.total
     if rank == 0:
         prior = 0.3 + 0.55 * share
     else:
         prior = (min(0.1, 1 - share) if is_likeliest_drawn else 0.05 + 0.27 * share) / rank
-    return (confidence_features(Rule.REJECTION, rank, share), is_likeliest_drawn), prior
+    return _of(proposer, confidence_features(Rule.REJECTION, rank, share), is_likeliest_drawn), prior
+
+
+def _of(proposer: Proposer, *features: Hashable) -> Hashable:
+    """Returns the features of a received token: a head's outcomes teach nothing of a draft's."""
+    return features if proposer is Proposer.DRAFT else (*features, proposer)
 
 
 def node_features(rule: Rule, node: TreeNode) -> tuple[Hashable, float]:
-    """Returns the features of a draft's token under GREEDY or COUPLED, and the prior of its probability."""
+    """Returns the features of a received token under GREEDY or COUPLED, and the prior of its probability."""
     prior = BIN_CONFIDENCES[node.confidence - 1] if node.confidence else UNKNOWN_CONFIDENCE
-    return (rule.value, min(node.rank, RANK_COUNT - 1), node.confidence or confidence_bin(prior)), prior
+    own = rule.value, min(node.rank, RANK_COUNT - 1), node.confidence or confidence_bin(prior)
+    return _of(node.proposer, *own), prior
 
 
 def _in_order(top: _Node, rule: Rule) -> Offer:

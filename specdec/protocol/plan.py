@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from specdec.protocol.heads import HEAD_PASSES_MAX, NO_HEAD_PLAN, HeadPlan
 from specdec.protocol.limits import DRAFT_LENGTH_LIMIT
 
 
@@ -50,6 +51,12 @@ class Plan:
         nodes_per_step = math.ceil(self.nodes_per_step * draft_length / most)
         window = max(min(self.window, 1), self.window - most + draft_length)
         return replace(self.capped(draft_length), window=window, nodes_per_step=nodes_per_step)
+
+    def of_head(self, positions_left: int) -> HeadPlan:
+        """Returns what a verification asks of the target's feature head, for the round after its own, which commits one
+        token at least; `positions_left`: before it."""
+        window = min(self.window, positions_left - 2, HEAD_PASSES_MAX)
+        return HeadPlan(window, max(1, self.nodes_per_step), self.siblings) if window > 0 else NO_HEAD_PLAN
 
     @property
     def description(self) -> str:

@@ -24,6 +24,7 @@ class RoundTokens(NamedTuple):
     local_accepted_count: int = 0  # first accepted tokens that a proposer of the coordinator had guessed
     path_count: int = 0
     had_heads: bool = False  # proposals of the target's heads were in hand
+    drafter: Proposer = Proposer.DRAFT  # whose tokens the plan is about: a draft model, or the target's feature head
 
     @property
     def tested_count(self) -> int:
@@ -34,17 +35,17 @@ class RoundTokens(NamedTuple):
 
     @property
     def model_offered_count(self) -> int:
-        """Draft tokens of the draft model."""
-        return self.proposers.count(Proposer.DRAFT) if self.proposers else self.offered_count
+        """Draft tokens of the drafter."""
+        return self.proposers.count(self.drafter) if self.proposers else self.offered_count
 
     @property
     def model_accepted_count(self) -> int:
-        """Accepted draft tokens of the draft model."""
-        return self.accepted_proposers.count(Proposer.DRAFT) if self.proposers else self.accepted_count
+        """Accepted draft tokens of the drafter."""
+        return self.accepted_proposers.count(self.drafter) if self.proposers else self.accepted_count
 
     @property
     def model_tested_count(self) -> int:
-        """Places of the walked path at which tokens of the draft model were tested: the accepted ones, and a rejection
+        """Places of the walked path at which tokens of the drafter were tested: the accepted ones, and a rejection
         if it had more."""
         accepted = self.model_accepted_count
         return accepted + (self.tested_count > self.accepted_count and self.model_offered_count > accepted)
@@ -92,6 +93,7 @@ class TargetStep(NamedTuple):
     step_count: int = 1  # above 1 the target read a prompt or a reopened session
     cached_prompt_tokens: int = 0  # in the first round only
     preemptions: int = 0  # since the round before
+    head_s: float = 0.0  # of heads after the step
 
     @classmethod
     def of(cls, answer: VerificationResult) -> TargetStep:
@@ -107,11 +109,12 @@ class TargetStep(NamedTuple):
             answer.step_count,
             answer.cached_prompt_tokens,
             answer.preemptions,
+            answer.head_us / 1e6,
         )
 
     @property
     def step_s(self) -> float:
-        """Seconds of forward pass and sampler."""
+        """Seconds of forward pass and sampler, without those of heads."""
         return self.forward_s + self.sampling_s
 
 
@@ -125,7 +128,7 @@ class RoundRecord(NamedTuple):
     times: RoundTimes
     step: TargetStep
     is_speculating: bool = True  # the policy drafts, though the plan may have had no positions left for it
-    is_refused: bool = False  # the draft is connected and does not draft for this session
+    is_refused: bool = False  # the drafter is connected and does not draft for this session
 
     @property
     def server_share_s(self) -> float:

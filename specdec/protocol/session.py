@@ -29,6 +29,7 @@ from specdec.protocol.events import (
     WaitExpired,
     noting_late,
 )
+from specdec.protocol.heads import NO_HEAD_PLAN
 from specdec.protocol.items import (
     NO_TRACE,
     Close,
@@ -48,12 +49,11 @@ from specdec.protocol.policy import Policy
 from specdec.protocol.proposers import LocalProposer, Run, head_runs
 from specdec.protocol.records import RoundRecord, RoundTokens, TargetStep, TreeUse
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
-from specdec.protocol.tree import ReceivedTree
-from specdec.protocol.types import DraftNode, ResolvedSamplingParams, Rule
+from specdec.protocol.tree import NODE_COUNT_MAX, ReceivedTree, head_epoch
+from specdec.protocol.types import Proposer, ResolvedSamplingParams
 
 ANSWERS_PER_COMMIT_MAX = 1024  # items of a draft between two commits: many times the steps that a window needs
 RESEND_COUNT_MAX = 64  # times without nodes that a draft lacks tokens: commits that may be on the way to it
-NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
 
 
 @dataclass(slots=True)
@@ -64,6 +64,8 @@ class Session:
     `proposers` are those of the coordinator; `path_max`: most paths of a verification, 1 without trees. `calibration`
     learns the worth of guesses. `offer`: the draft tokens of the verification in flight, or of the last one.
     `asks_heads`: verifications ask for the proposals of the target's heads, until it shows that it has none.
+    `head_drafts`: its feature head drafts the plan's trees, unless a draft does, or its nodes were malformed
+    (`is_head_refused`).
     `scored_index`: of the prompt token whose log-probabilities come next, 0 for none: its owner counts them.
     `legal_runs`: cuts runs that may follow the committed tokens where the request's grammar makes a token illegal.
     """
@@ -81,6 +83,8 @@ class Session:
     asks_heads: bool = False
     legal_runs: Callable[[Sequence[int], Sequence[Run]], list[Run]] | None = None
     scored_index: int = 0
+    head_drafts: bool = False
+    is_head_refused: bool = False
     offer: Offer = NOTHING
     round_index: int = 0
     in_flight: Verification | None = None
@@ -191,14 +195,9 @@ class Session:
         self._draft_answer_count += 1
         if self._draft_answer_count > ANSWERS_PER_COMMIT_MAX:
             return self._pause_draft()
-        malformed_count, late_count = nodes.malformed_count, 0
-        free_count = NODE_COUNT_MAX - len(self.tree.named)
-        for index, node in enumerate(nodes.nodes):
-            if index == free_count or not self._is_sound(node):
-                malformed_count += len(nodes.nodes) - index
-                break
-            late_count += self.tree.add(nodes.epoch, nodes.root_length, node) is None
-        if malformed_count:
+        taken = nodes.epoch, nodes.root_length, nodes.nodes, self.params.rule, self.vocabulary_size
+        late_count, malformed_count = self.tree.take(*taken)
+        if malformed_count := malformed_count + nodes.malformed_count:
             self.malformed_node_count += malformed_count
             return self._pause_draft()
         self._draft_resend_count = 0
@@ -215,17 +214,8 @@ class Session:
     def _pause_draft(self, note: Note | None = None) -> Ready:
         """Ends drafting for this session by this draft, which cannot draft for it, and closes the session there."""
         self._draft(DraftEvent.REFUSED)
-        close = (Close(self.number, self.draft_incarnation),)
-        ready = Ready(close, note=note)
+        ready = Ready((Close(self.number, self.draft_incarnation),), note=note)
         return self._verify_when_ready(ready) if self.waiting else ready
-
-    def _is_sound(self, node: DraftNode) -> bool:
-        if not 0 <= node.token_id < self.vocabulary_size:
-            return False
-        if self.params.rule is not Rule.REJECTION or not node.proposal:
-            return node.draft_probs is None
-        probs = node.draft_probs
-        return probs is not None and probs.token_ids[-1] < self.vocabulary_size and node.token_id in probs.token_ids
 
     def _on_concluded(self, event: Concluded) -> Ready:
         """Commits the tokens of the round and begins the next one. The next round's plan is fixed here, by a policy
@@ -233,11 +223,12 @@ class Session:
         flying, plan, is_speculating = self.in_flight, self.plan, self.is_speculating
         verdict, answer = event.verdict, event.answer
         assert flying is not None, "a verdict needs a verification in flight"
-        tokens, kept_count = event.token_ids, len(event.token_ids)
-        assert 1 <= kept_count <= verdict.accepted_count + 1
-        assert event.ends or kept_count == verdict.accepted_count + 1, "only the end of a text drops tokens"
+        tokens, kept_count, most = event.token_ids, len(event.token_ids), verdict.accepted_count + 1
+        assert kept_count == most or event.ends and 1 <= kept_count < most, "only the end of a text drops tokens"
         last, path = self.tree.node(tokens[:-1]), self.tree.proposal_path(NODE_COUNT_MAX)
         was_looked_up, was_found = last is not None and bool(last.children), self._commit(tokens, flying)
+        discarded_count = sum(not node.alive for node in path) if path else 0
+        self._take_head_nodes(flying, answer)
         in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
         offer, accepted, had_heads = self.offer, verdict.accepted, bool(self._head_runs)
         offer.learn(self.calibration, accepted)
@@ -245,19 +236,19 @@ class Session:
         self._head_runs = head_runs(heads, self.vocabulary_size)
         self.asks_heads = self.asks_heads and not (flying.wants_heads and heads is None)
         counts = len(offer.token_ids), verdict.accepted_count, kept_count, verdict.next_kind
-        tokens_of_round = RoundTokens(*counts, *offer.sources(accepted), had_heads)
-        discarded_count = sum(not node.alive for node in path) if path else 0
+        drafter = Proposer.HEADS if self.head_drafts else Proposer.DRAFT
+        tokens_of_round = RoundTokens(*counts, *offer.sources(accepted, drafter), had_heads, drafter)
         tree = TreeUse(was_looked_up, was_found, in_hand_count, discarded_count, offer.names, accepted[:kept_count])
         round_parts = flying.round_index, plan, tokens_of_round, tree, event.times, TargetStep.of(answer)
-        record = RoundRecord(*round_parts, is_speculating, self.draft_state is DraftState.PAUSED)
-        note = None if self.is_speculating == is_speculating else self._policy_switched()
+        is_refused = self.draft_state is DraftState.PAUSED or self.is_head_refused
+        record = RoundRecord(*round_parts, is_speculating, is_refused)
+        note = None
+        if self.is_speculating != is_speculating:
+            why, now = self.policy.prediction.reason, self.is_speculating
+            note = Note("policy switched", {"speculating": now, "why": why, "round": self.round_index})
         if event.ends:
             return self._on_end()._replace(record=record, note=note)
         return self._verify_when_ready(Ready(self._commit_to_draft(), record=record, note=note))
-
-    def _policy_switched(self) -> Note:
-        why = self.policy.prediction.reason
-        return Note("policy switched", {"speculating": self.is_speculating, "why": why, "round": self.round_index})
 
     def _commit(self, tokens: tuple[int, ...], flying: Verification) -> bool:
         """Commits the tokens of the round in flight; returns whether the last was in the tree."""
@@ -268,6 +259,17 @@ class Session:
         was_found = self.tree.commit(tokens)
         self._fix_plan()
         return was_found
+
+    def _take_head_nodes(self, flying: Verification, answer: VerificationResult) -> None:
+        """Adds the nodes of the target's feature head below the tokens committed now; they replace those of the round
+        before, but none of a draft. A head that sends malformed ones is asked no more."""
+        if flying.head_plan.window:
+            if not self.has_draft:
+                self.tree.clear()
+            taken = head_epoch(flying.round_index), len(self.committed), answer.output.head_nodes, self.params.rule
+            malformed_count = self.tree.take(*taken, self.vocabulary_size)[1] + answer.malformed_count
+            self.malformed_node_count += malformed_count
+            self.is_head_refused = malformed_count > 0
 
     def _fix_plan(self) -> None:
         """Takes the policy's decisions for the next round, all at once: a wait must not change them."""
@@ -351,14 +353,12 @@ class Session:
         return self._verify_now(so_far)
 
     def _verify_now(self, so_far: Ready = NOTHING_READY) -> Ready:
-        plan = self.plan
-        self.offer = NOTHING
+        plan, self.offer = self.plan, NOTHING
         if plan.draft_length_max:
             proposers = self.proposers if self._wants_local else ()
             runs = [run for proposer in proposers for run in proposer.propose(self.committed)] + self._head_runs
             runs = self.legal_runs(self.committed, runs) if self.legal_runs is not None else runs
-            most = plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings
-            limits = Limits(*most, *self._reach)
+            limits = Limits(plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings, *self._reach)
             self.offer = make_offer(self.tree.root, runs, self.params.rule, limits, self.calibration)
         return self._send_verification(so_far)
 
@@ -368,12 +368,12 @@ class Session:
         extends, suffix = catch_up(number, incarnation, self.committed, self._target_known_length)
         self._move(PhaseEvent.SENT)
         name = (number, incarnation, self.round_index, len(self.committed))
-        wants_heads = self.asks_heads and self._wants_heads
-        self.in_flight = Verification(
-            *name, suffix, offer.token_ids, offer.draft_probs, NO_TRACE, offer.parents, wants_heads, self.scored_index
-        )
-        to_target = (*so_far.to_target, *extends, self.in_flight)
-        return Ready(so_far.to_draft, to_target, None, so_far.record, so_far.note)
+        is_head_asked = self.head_drafts and not (self.has_draft or self.is_head_refused)
+        head_plan = self.plan.of_head(self.positions_left) if is_head_asked else NO_HEAD_PLAN
+        asked = self.asks_heads and self._wants_heads, self.scored_index, head_plan
+        draft = offer.token_ids, offer.draft_probs, NO_TRACE, offer.parents
+        self.in_flight = Verification(*name, suffix, *draft, *asked)
+        return so_far._replace(to_target=(*so_far.to_target, *extends, self.in_flight), wait=None)
 
     def _commit_to_draft(self) -> tuple[DraftItem, ...]:
         plan = self.plan

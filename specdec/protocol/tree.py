@@ -1,7 +1,8 @@
-"""The coordinator's draft tree: all draft tokens received below the committed ones.
+"""The coordinator's draft tree: all draft tokens received below the committed ones, of a draft and of a feature head.
 
-A node is named (epoch, node_id) and is usable while the path from its root agrees with the committed tokens, whenever
-it arrives. The tree re-roots along every commit and drops all nodes off the path. It knows neither models nor messages.
+A node is named (epoch, node_id); the epochs of a head, one a round, are negative (`head_epoch`). It is usable while the
+path from its root agrees with the committed tokens, whenever it arrives. The tree re-roots along every commit and drops
+all nodes off the path. It knows neither models nor messages.
 """
 
 from __future__ import annotations
@@ -10,10 +11,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from specdec.protocol.types import DraftNode, DraftProbs
+from specdec.protocol.types import DraftNode, DraftProbs, Proposer, Rule
 
 LATE_POSITIONS_MAX = 256  # names this far behind the committed tokens are dropped, and later nodes below them
 NAME_COUNT_KEPT = 256  # old names are removed when there are more, not at every commit
+NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
+
+
+def head_epoch(round_index: int) -> int:
+    """Returns the epoch of the nodes that the target's feature head drafted after a round: no draft has it."""
+    return -1 - round_index
+
+
+def is_sound(node: DraftNode, rule: Rule, vocabulary_size: int) -> bool:
+    """Whether a node fits the vocabulary and the rule, and a distribution holds its token."""
+    if not 0 <= node.token_id < vocabulary_size:
+        return False
+    if rule is not Rule.REJECTION or not node.proposal:
+        return node.draft_probs is None
+    probs = node.draft_probs
+    return probs is not None and probs.token_ids[-1] < vocabulary_size and node.token_id in probs.token_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +90,11 @@ class TreeNode(NodeBase):
     rank: int = 0
     confidence: int = 0
 
+    @property
+    def proposer(self) -> Proposer:
+        """Whose node it is."""
+        return Proposer.HEADS if self.name[0] < 0 else Proposer.DRAFT
+
 
 class ReceivedTree:
     """The nodes below the committed tokens, a list that its owner extends before it calls `commit`.
@@ -85,8 +107,20 @@ class ReceivedTree:
         self.root = TreeNode(len(committed), committed[-1])
         self.named: dict[tuple[int, int], TreeNode] = {}
 
+    def take(
+        self, epoch: int, root_length: int, nodes: Sequence[DraftNode], rule: Rule, vocabulary_size: int
+    ) -> tuple[int, int]:
+        """Adds nodes up to the first malformed one, or to one that NODE_COUNT_MAX does not admit. Returns the number of
+        those that are late, and of those left out."""
+        late_count, free_count = 0, NODE_COUNT_MAX - len(self.named)
+        for index, node in enumerate(nodes):
+            if index == free_count or not is_sound(node, rule, vocabulary_size):
+                return late_count, len(nodes) - index
+            late_count += self.add(epoch, root_length, node) is None
+        return late_count, 0
+
     def add(self, epoch: int, root_length: int, sent: DraftNode) -> TreeNode | None:
-        """Adds a node of the draft and returns it; None if it is stale, a duplicate, or its parent is unknown.
+        """Adds a node and returns it; None if it is stale, a duplicate, or its parent is unknown.
 
         Of two proposal children of one node that were not drawn together the first to arrive stays: the order does not
         depend on the tokens, so it cannot change the target distribution (docs/exactness.md).

@@ -398,7 +398,7 @@ class GrownBelowTheLikelier(SiblingWorld):
 
 def grown_below_a_guess(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
     """A run's token goes on with the draft's nodes whenever the draft drew it too."""
-    below = lambda remote, node, rule: remote.children.get(node.token_id)  # noqa: E731
+    below = lambda remote, token_id, is_sure: remote.children.get(token_id)  # noqa: E731
     monkeypatch.setattr(offer_module, "_remote_below", below)
     return world(draft=sure_below, row_max=2, runs=strong_run, calibration=AsSureAsTheDraft())
 

@@ -39,12 +39,11 @@ from specdec.protocol.items import (
 from specdec.protocol.proposers import NgramProposer
 from specdec.protocol.session import (
     ANSWERS_PER_COMMIT_MAX,
-    NODE_COUNT_MAX,
     RESEND_COUNT_MAX,
     Session,
 )
 from specdec.protocol.states import DraftState, Phase
-from specdec.protocol.tree import ReceivedTree
+from specdec.protocol.tree import NODE_COUNT_MAX, ReceivedTree
 from specdec.protocol.types import (
     DraftNode,
     DraftProbs,

@@ -157,7 +157,7 @@ class Watched:
             raise Violation(f"{item} does not continue the committed tokens")
         first = self.asked.setdefault(item.base_position, item)
         if first is not item:
-            if (first.round_index, first.content[:-2]) != (item.round_index, item.content[:-2]):
+            if (first.round_index, first.content[:-3]) != (item.round_index, item.content[:-3]):
                 raise Violation(f"{item} is not the round that was requested there: {first}")
             return
         self.offered_count += len(item.draft_token_ids)
