@@ -14,7 +14,7 @@ from specdec.engine.cpu.kernels import ACTIVATIONS, Kernels
 from specdec.engine.cpu.plan import RowArrays
 from specdec.engine.cpu.step_arguments import StepArguments, StepModel
 from specdec.engine.cpu.storage import CpuStorage
-from specdec.engine.eagle.network import EagleHead
+from specdec.engine.eagle.network import EagleHead, Layer
 from specdec.engine.eagle.pairs import PairChunk, PassResult, plan_pairs
 from specdec.engine.packed import GROUP_STEP, PackedWeight
 
@@ -42,43 +42,24 @@ class KernelPass:
         self, kernels: Kernels, head: EagleHead, dtype: torch.dtype, positions_max: int, is_packed: bool
     ) -> None:
         """`is_packed`: weights are rounded to 8 bits."""
-        self._kernels, self._dtype = kernels, dtype
-        self._shape = config = head.config
-        layer, attention = head.layer, head.layer.self_attn
-
-        def panels(*weights: Tensor) -> WeightPanels:
-            joined = torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
-            return kernels.pack(packed(joined) if is_packed else joined.to(dtype))
-
-        def norm(module: nn.RMSNorm) -> Norm:
-            return Norm(module.weight.detach().float().contiguous(), None, config.norm_epsilon)
-
-        self._fc = panels(head.fc.weight)
-        weights = {
-            "qkv": panels(*(part.weight for part in (attention.q_proj, attention.k_proj, attention.v_proj))),
-            "out": panels(attention.o_proj.weight),
-            "gate": panels(layer.mlp.gate_proj.weight),
-            "up": panels(layer.mlp.up_proj.weight),
-            "down": panels(layer.mlp.down_proj.weight),
-        }
-        output = panels(head.lm_head.weight)
+        self._kernels, self._dtype, self._is_packed = kernels, dtype, is_packed
+        self._config = config = head.config
+        layer = head.layer
+        self._fc, output = self._panels(head.fc.weight), self._panels(head.lm_head.weight)
         hidden, second, mlp, last = (
-            norm(module)
+            self._norm(module)
             for module in (layer.hidden_norm, layer.input_layernorm, layer.post_attention_layernorm, head.norm)
         )
         self._before = hidden if config.norm_before_residual else None  # applied before the call
-        cosines, sines = (each.flatten(0, -2).contiguous() for each in head.rotary(torch.arange(positions_max), dtype))
-        rule = ScoreRule(config.head_size**-0.5)
-        layers = (structs.LayerStruct * 1)()
-        for name, weight in weights.items():
-            setattr(layers[0], name, weight.struct)
+        self._layers = (structs.LayerStruct * 1)()
+        kept = self._fill(layer)
         if self._before is None:
-            layers[0].before_attention = hidden.struct
-        layers[0].before_mlp, layers[0].rule = mlp.struct, rule.struct
-        layers[0].cosines, layers[0].sines = cosines.data_ptr(), sines.data_ptr()
-        self._layers = layers
+            self._layers[0].before_attention = hidden.struct
+        self._layers[0].before_mlp = mlp.struct
+        angles = [each.flatten(0, -2).contiguous() for each in head.rotary(torch.arange(positions_max), dtype)]
+        self._layers[0].cosines, self._layers[0].sines = (each.data_ptr() for each in angles)
         self._struct = structs.ModelStruct(
-            layers=layers,
+            layers=self._layers,
             layer_count=1,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -97,12 +78,35 @@ class KernelPass:
             vocabulary_size=config.vocabulary_size,
             positions_max=positions_max,
         )
-        self._kept = (*weights.values(), output, hidden, second, mlp, last, cosines, sines, rule)
+        self._kept = (*kept, output, hidden, second, mlp, last, *angles)
         self._model: StepModel | None = None
+
+    def _panels(self, *weights: Tensor) -> WeightPanels:
+        """Returns weights with the same inputs as one."""
+        joined = torch.cat([weight.detach() for weight in weights])
+        return self._kernels.pack(packed(joined) if self._is_packed else joined.to(self._dtype))
+
+    def _norm(self, module: nn.RMSNorm) -> Norm:
+        return Norm(module.weight.detach().float().contiguous(), None, self._config.norm_epsilon)
+
+    def _fill(self, layer: Layer) -> list[object]:
+        """Sets the weights and the rule of the only layer; returns what they point into."""
+        attention, mlp = layer.self_attn, layer.mlp
+        weights = {
+            "qkv": self._panels(*(part.weight for part in (attention.q_proj, attention.k_proj, attention.v_proj))),
+            "out": self._panels(attention.o_proj.weight),
+            "gate": self._panels(mlp.gate_proj.weight),
+            "up": self._panels(mlp.up_proj.weight),
+            "down": self._panels(mlp.down_proj.weight),
+        }
+        for name, weight in weights.items():
+            setattr(self._layers[0], name, weight.struct)
+        self._layers[0].rule = ScoreRule(self._config.head_size**-0.5).struct
+        return [*weights.values()]
 
     def allocate(self, block_count: int, block_size: int) -> CpuStorage:
         """Returns storage for the pairs of later passes, zeroed."""
-        config = self._shape
+        config = self._config
         storage = CpuStorage(1, block_count, config.kv_head_count, block_size, config.head_size, self._dtype)
         cache = LayerCache(storage.keys[0], storage.values[0])
         self._layers[0].cache = cache.struct
