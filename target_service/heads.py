@@ -9,31 +9,42 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specdec.config import HeadSettings
+from specdec.config import TargetSettings
 from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork
 from specdec.decoding.verification import VerificationRequest
+from specdec.engine.eagle.folder import is_eagle, load_eagle, target_facts
+from specdec.engine.eagle.model import EagleTarget
 from specdec.engine.heads import Heads, load_heads
-from specdec.engine.interface import CausalModel, HiddenStates
+from specdec.engine.interface import CausalModel, Chunk, Features, HiddenStates
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.folders import expanded
-from specdec.protocol.heads import HEAD_CANDIDATES, HEAD_CONFIDENCE_MAX, HeadProposals
+from specdec.protocol.heads import HEAD_CANDIDATES, HEAD_CONFIDENCE_MAX, HEAD_PASSES_MAX, HeadProposals
 from specdec.protocol.rejection import conclude
 from specdec.protocol.types import SamplerOutput
+from specdec.replica.loading import HiddenReading
+from specdec.target_service.feature_head import FeatureHeadDrafter
 
 NO_HEADS = "none"
 
 
-def load_head_proposer(model: CausalModel, settings: HeadSettings) -> tuple[HeadProposer | None, int]:
-    """Returns the proposer of the heads in the settings' folder and their number; None and 0 without. Raises
-    ConfigError for a model without hidden states, ModelRefused for heads that do not belong to the model."""
+def load_head_proposer(model: CausalModel, settings: TargetSettings) -> HiddenReading[TargetWork, TargetOutput]:
+    """Returns the proposer of the heads in the settings' folder, of either kind, and the model with what they need;
+    nothing without. Raises ConfigError for a model without hidden states, ModelRefused for heads that do not belong to
+    the model."""
     if settings.heads == NO_HEADS:
-        return None, 0
-    if not isinstance(model, HiddenStates):
+        return HiddenReading(model)
+    if not isinstance(model, HiddenStates) or not isinstance(model, Features):
         name = model.description.model_name
         raise ConfigError(f"--heads is {settings.heads}; {name} has no hidden states, so it must be {NO_HEADS}")
     folder = expanded(settings.heads)
+    if is_eagle(folder):
+        head = load_eagle(folder, target_facts(open_model_folder(settings.model)))
+        with_head = EagleTarget(model, head)
+        drafter = FeatureHeadDrafter(with_head)
+        return HiddenReading(with_head, drafter, head_passes_max=HEAD_PASSES_MAX, measure_passes=drafter.measure_passes)
     heads = load_heads(folder, model.description.model_digest, model.hidden_size)
-    return HeadProposer(heads, model.return_hidden()), heads.head_count
+    return HiddenReading(model, HeadProposer(heads, model.return_hidden()), heads.head_count)
 
 
 def last_rows(requests: Sequence[TargetWork], outputs: Sequence[TargetOutput]) -> dict[int, int]:
@@ -56,14 +67,16 @@ class HeadProposer:
     def __call__(
         self,
         requests: Sequence[TargetWork],
-        hidden: Sequence[torch.Tensor],
+        chunks: Sequence[Chunk],
+        hidden: Sequence[torch.Tensor | None],
         outputs: Sequence[TargetOutput],
     ) -> Sequence[TargetOutput]:
         """Returns the outputs, those of requests that want heads with proposals. hidden: of each request's rows."""
         rows = last_rows(requests, outputs)
         if not rows:
             return outputs
-        token_ids, confidences = self.propose(torch.stack([hidden[index][row] for index, row in rows.items()]))
+        own_hidden = [(hidden[index], row) for index, row in rows.items()]
+        token_ids, confidences = self.propose(torch.stack([own[row] for own, row in own_hidden if own is not None]))
         found, size = list(outputs), self._heads.head_count * HEAD_CANDIDATES
         for place, index in enumerate(rows):
             own = slice(place * size, (place + 1) * size)

@@ -74,7 +74,7 @@ class Reader:
         self.hidden: Tensor | None = None
         self._encoder_length = 0  # of the text that is read
         if isinstance(model, TransformersModel):
-            model.returns_hidden = True  # steps captured before return none; `allocate` drops them
+            model.asked.hidden = True  # steps captured before return none; `allocate` drops them
         block_size = default_block_size(find_device(device))
         block_count = -(-length_max // block_size)
         model.allocate(1 + block_count, block_size)

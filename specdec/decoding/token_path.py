@@ -115,6 +115,10 @@ class TokenPath(Sequence[int]):
         self.tail = tail
         self.counts = counts
 
+    def followed_by(self, tail: Sequence[int]) -> TokenPath:
+        """Returns the path with more tokens behind it."""
+        return TokenPath(self._tokens, self.head_length, (*self.tail, *tail), self.counts)
+
     def kept_counts(self) -> TokenCounts | None:
         """Returns the counts if they are kept, moved to the first `head_length` tokens."""
         if self.counts is not None:

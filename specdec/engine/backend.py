@@ -23,19 +23,26 @@ StepAttention = AttentionMetadata | EncoderDecoderMetadata  # of a decoder alone
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first, or [rows], each
-    for its logits too; `hidden` [logits, hidden], if the model returns hidden states."""
+    for its logits too; `hidden` [logits, hidden] and `features` [rows, layers * hidden], if the model returns them."""
 
     logits: torch.Tensor
     is_finite: torch.Tensor
     hidden: torch.Tensor | None = None
+    features: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Asked:
+    """What the steps of a model return beside logits: hidden states, and features of these layers."""
+
+    hidden: bool = False
+    feature_layers: tuple[int, ...] = ()
 
 
 class WholeStep(Protocol):
     """A planned step that the backend runs in one call, in place of the model's modules."""
 
-    def run(
-        self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool
-    ) -> StepResult:
+    def run(self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, asked: Asked) -> StepResult:
         """Runs the step: input_ids [1, rows] int64, logit_rows [logits] int64, `output` the model's output layer."""
 
 

@@ -138,12 +138,14 @@ class RaggedBatch:
 class StepOutput:
     """Logits of the requested rows, in chunk order, and per chunk whether all its values are finite.
 
-    `hidden`: the final hidden states of the rows with logits, if the model returns them (`HiddenStates`).
+    `hidden`: the final hidden states of the rows with logits, if the model returns them (`HiddenStates`); `features`
+    those of all rows (`Features`).
     """
 
     logits: torch.Tensor  # [sum of logit counts, vocab] float32
     is_finite: Sequence[bool]  # on a GPU, reading a flag waits for the step
     hidden: torch.Tensor | None = None  # [sum of logit counts, hidden], of the model's type
+    features: torch.Tensor | None = None  # [rows, layers asked for * hidden], of the model's type
 
 
 class Storage(Protocol):
@@ -185,3 +187,26 @@ class HiddenStates(Protocol):
     def return_hidden(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Makes later forwards return hidden states. Returns the output layer alone, [rows, hidden] of the model's type
         -> [rows, vocab] float32, to be called between forwards. Called before any forward, at most once."""
+
+
+@runtime_checkable
+class Features(Protocol):
+    """A CausalModel that can return the residual of its rows as it enters some layers, for a head that drafts."""
+
+    description: ModelDescription
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a row's residual."""
+
+    @property
+    def layer_count(self) -> int:
+        """Number of its layers, which stands for the residual after the last, before the last norm."""
+
+    def return_features(self, layer_ids: Sequence[int]) -> None:
+        """Makes later forwards return the features of all rows. Called before any forward, at most once. Raises
+        ModelRefused for a model that has none."""
+
+    def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns the lookup in the table of embeddings, without the factor of some architectures: [rows] int64 ->
+        [rows, hidden] of the model's type. To be called between forwards."""

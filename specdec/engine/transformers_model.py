@@ -8,9 +8,10 @@ computation are float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,12 @@ from torch import nn
 
 from specdec.engine import attention
 from specdec.engine.attention import AttentionShape, measure_shape
-from specdec.engine.backend import Backend, StepInput, StepResult
+from specdec.engine.backend import Asked, Backend, StepInput, StepResult
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.engine.cpu.kernels import kernels
+from specdec.engine.cpu.llama_parts import PackedEmbedding
 from specdec.engine.encoder_decoder import EncoderDecoder
+from specdec.engine.features import FeatureRecorder
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.loading.architectures import architecture_of
 from specdec.engine.loading.config_check import served_positions
@@ -76,7 +79,8 @@ class TransformersModel:
         columns = vocabulary.columns if vocabulary else torch.arange(description.vocabulary_size)
         output = output_layer(model, columns[: share.vocabulary_part] if share else columns, self.backend)
         self.hidden_size: int = model.get_output_embeddings().in_features
-        self.returns_hidden = False
+        self.asked = Asked()
+        self._recorder: FeatureRecorder | None = None
         self._base, shape = base_of(model, description)
         self.backend.replace_modules(self._base)
         self._output: nn.Module = output
@@ -84,7 +88,9 @@ class TransformersModel:
             share.join(self._base)
             self._output = share.whole_output(output, description.vocabulary_size)
         ids_end = int(vocabulary.own_ids.max()) + 1 if vocabulary else description.vocabulary_size
-        self.backend.attach(self._base, output, shape or measure_shape(self._base, self.backend.device), ids_end)
+        shape = shape or measure_shape(self._base, self.backend.device)
+        self.layer_count = shape.layer_count
+        self.backend.attach(self._base, output, shape, ids_end)
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -105,13 +111,28 @@ class TransformersModel:
 
     def return_hidden(self) -> nn.Module:
         """See `HiddenStates`."""
-        self.returns_hidden = True
+        self.asked.hidden = True
         return self._output
+
+    def return_features(self, layer_ids: Sequence[int]) -> None:
+        """See `Features`."""
+        if self.description.has_encoder:
+            raise ModelRefused("an encoder-decoder model gives no features")
+        self._recorder = FeatureRecorder(self._base, self.layer_count, layer_ids)
+        self.asked.feature_layers = tuple(layer_ids)
+
+    def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Features`."""
+        its: Any = self._base
+        embedding: PackedEmbedding | nn.Embedding = its.get_input_embeddings()
+        if isinstance(embedding, PackedEmbedding):
+            return embedding.rows
+        return partial(torch.nn.functional.embedding, weight=embedding.weight)
 
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids
         if step.whole:
-            result = step.whole.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
+            result = step.whole.run(input_ids, step.logit_rows, self._output, self.asked)
         else:
             result = self._by_modules(input_ids, step)
         return replace(result, logits=self._vocabulary.spread(result.logits)) if self._vocabulary else result
@@ -128,7 +149,8 @@ class TransformersModel:
             width = self._vocabulary.own_size if self._vocabulary else self.description.vocabulary_size
             logits = hidden.new_empty(0, width, dtype=torch.float32)
         is_finite = self.backend.finite(hidden, logits)
-        return StepResult(logits, is_finite, chosen if self.returns_hidden else None)
+        features = self._recorder.take() if self._recorder else None
+        return StepResult(logits, is_finite, chosen if self.asked.hidden else None, features)
 
     def counters(self) -> dict[str, float]:
         """Device statistics for the log when serving ends; may wait for the device."""

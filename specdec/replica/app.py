@@ -27,12 +27,12 @@ from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import Progress
 from specdec.engine.parallel.rank_config import RankPlace
 from specdec.engine.scheduling.feed import Answer, Payload
-from specdec.engine.scheduling.runner import HiddenReader, Sampler
+from specdec.engine.scheduling.runner import Sampler
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, CacheExhausted, ReplicaUnavailable
 from specdec.protocol.types import Description
 from specdec.replica.handler import ABANDONED_S, ItemHandler, ReplicaService
-from specdec.replica.loading import SampleFeed, describe, measure_hidden_times, measure_step_times
+from specdec.replica.loading import HiddenReading, SampleFeed, describe, measure_hidden_times, measure_step_times
 from specdec.replica.metrics import ReplicaMetrics, page_metrics
 from specdec.replica.startup import StartupTimes
 from specdec.replica.stream import ReplicaStream
@@ -56,12 +56,12 @@ LOST_GRACE_S = 0.7  # from the loss of a rank to the end of this process; stream
 OnReady = Callable[[str], None]
 
 
-MakeReader = Callable[[CausalModel, Any], tuple[HiddenReader[Payload, Answer] | None, int]]
+MakeReader = Callable[[CausalModel, Any], HiddenReading[Payload, Answer]]
 
 
-def no_hidden_reader(_model: CausalModel, _settings: Any) -> tuple[None, int]:
+def no_hidden_reader(model: CausalModel, _settings: Any) -> HiddenReading[Any, Any]:
     """Nothing reads the hidden states of the model."""
-    return None, 0
+    return HiddenReading(model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ class ReplicaKind(Generic[Payload, Answer]):
 
     `messages`: the stream's request and response. `sample_feed`: a feed of a step to be timed. `has_stable_rows`: the
     model's rows must not depend on their neighbours. `extra_positions`: of a session in the cache, beyond its tokens.
-    `make_hidden_reader`: called with a loaded model and the settings, returns a reader and the number of its heads;
-    raises SpecdecError.
+    `make_hidden_reader`: called with a loaded model and the settings; raises SpecdecError.
     """
 
     name: str
@@ -249,9 +248,10 @@ class ReplicaApp(Generic[Payload, Answer]):
         settings = self._settings
         block_size = settings.block_size or default_block_size(find_device(settings.device))
         settings = settings.model_copy(update={"block_size": block_size})
+        reading = self._kind.make_hidden_reader(model, settings)
+        model = reading.model
         description = describe(model, settings, self._kind.extra_positions)
         assert description.cache is not None
-        read_hidden, num_heads = self._kind.make_hidden_reader(model, settings)
         self._engine = engine = Engine(
             model,
             description.cache.block_count + 1,
@@ -261,7 +261,7 @@ class ReplicaApp(Generic[Payload, Answer]):
             prompt_rows_max=CPU_PROMPT_ROWS_MAX if description.device == "cpu" else None,
             abandons_steps=self._place is None,  # ranks are in the same layer only while they compute
             stepped=self._metrics.stepped,
-            read_hidden=read_hidden,
+            read_hidden=reading.read,
         )
         service = self._kind.make_service(engine, description, settings, self._tracing)
         self._handler = ItemHandler(service, settings.max_num_seqs)
@@ -270,13 +270,16 @@ class ReplicaApp(Generic[Payload, Answer]):
         progress("timing steps", 1.0)
         sample = self._kind.sample_feed
         times = engine.call(lambda: measure_step_times(engine, description.positions_max, sample))
-        head_times = engine.call(lambda: measure_hidden_times(engine, sample)) if num_heads else ()
+        head_times = engine.call(lambda: measure_hidden_times(engine, sample)) if reading.num_heads else ()
+        pass_times = engine.call(lambda: reading.measure_passes(description.vocabulary_size))
         self._description = replace(
             description,
             step_times=times,
             head_times=head_times,
             trace_service=self._tracing.service,
-            num_heads=num_heads,
+            num_heads=reading.num_heads,
+            head_passes_max=reading.head_passes_max,
+            head_pass_times=pass_times,
             instance=secrets.token_hex(16),
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic
 
 from specdec.config import ModelSettings
 from specdec.engine.cache.kv_cache import BlockTable
@@ -11,6 +13,7 @@ from specdec.engine.interface import CausalModel
 from specdec.engine.loading.devices import find_device, free_memory_bytes
 from specdec.engine.loading.model_folder import open_model_folder, tokenizer_facts
 from specdec.engine.scheduling.feed import Answer, Feed, Payload
+from specdec.engine.scheduling.runner import HiddenReader
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import CacheExhausted, ConfigError
 from specdec.folders import CHAT_PROMPTS, PROMPTS, heldout_prompts
@@ -25,8 +28,22 @@ CONTEXT_LENGTH = 64
 REPEATS = 3  # the minimum counts: other work of the machine only makes a step longer
 BUDGET_S = 0.25  # spent, a row count has one repeat
 
+Times = tuple[tuple[int, float], ...]  # (rows or sessions, seconds), ascending
 # (table, context length, rows); no rows: the context itself
 SampleFeed = Callable[[BlockTable, int, int], Feed[Payload, Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenReading(Generic[Payload, Answer]):
+    """A model as it is served, and the reader of its hidden states, if there is one: `num_heads` that each guess one
+    position, or a feature head of at most `head_passes_max` passes, whose times `measure_passes` returns for a
+    vocabulary of a size, on the engine thread."""
+
+    model: CausalModel
+    read: HiddenReader[Payload, Answer] | None = None
+    num_heads: int = 0
+    head_passes_max: int = 0
+    measure_passes: Callable[[int], Times] = lambda vocabulary_size: ()
 
 
 def describe(model: CausalModel, settings: ModelSettings, extra_positions: int = 0) -> Description:

@@ -101,7 +101,8 @@ def test_each_request_gets_its_own_hidden_states_also_when_a_step_is_repeated(tm
                 raise RuntimeError("planted")
             return list(payloads)
 
-        def read(payloads, hidden, answers):
+        def read(payloads, chunks, hidden, answers):
+            assert [list(chunk.token_ids) for chunk in chunks] == [texts[payload] for payload in payloads]
             assert len(payloads) == len(hidden) == len(answers)
             return [(payload, own.clone()) for payload, own in zip(payloads, hidden)]
 
@@ -125,7 +126,7 @@ def test_heads_that_fail_cost_their_proposals_only(tmp_path: Path) -> None:
     driver = Driver(load_model(str(make_tiny_model(tmp_path, "llama"))))
     driver.model.return_hidden()
 
-    def read(payloads, hidden, answers):
+    def read(payloads, chunks, hidden, answers):
         raise RuntimeError("planted")
 
     runner = StepRunner(driver.model, driver.cache, lambda payloads, counts, logits: list(payloads), read)

@@ -6,12 +6,14 @@ import torch
 
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.heads import Heads
+from specdec.engine.interface import Chunk
 from specdec.protocol.heads import HEAD_CANDIDATES
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.target_service.heads import HeadProposer
 
 PARAMS = ResolvedSamplingParams(Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)
 ROWS, HIDDEN_SIZE, VOCABULARY_SIZE, HEAD_COUNT = 3, 8, 11, 2
+CHUNKS = [Chunk((1,), 1, [1, 2, 2], 3)] * 3  # which these heads do not read
 
 
 class Counting:
@@ -39,14 +41,14 @@ def test_one_row_of_requests_that_want_proposals_is_computed() -> None:
     hidden = list(torch.randn(3, ROWS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(2)))
     hidden[2] = hidden[2][:2]
     asked = [request(True), request(False), request(True, 1)]
-    assert proposer([request(False)] * 3, hidden, outputs) is outputs and not output.row_counts
+    assert proposer([request(False)] * 3, CHUNKS, hidden, outputs) is outputs and not output.row_counts
     for outputs[0], row in (
         (SamplerOutput((1, 2, 2)), 0),
         (SamplerOutput((2, 1, 1)), 1),
         (SamplerOutput((2, 2, 1)), 2),
     ):
         output.row_counts.clear()
-        found = proposer(asked, hidden, outputs)
+        found = proposer(asked, CHUNKS, hidden, outputs)
         assert output.row_counts == [2 * HEAD_COUNT]
         assert found[1] is outputs[1] and [one.recovered_token_ids for one in found] == [
             one.recovered_token_ids for one in outputs

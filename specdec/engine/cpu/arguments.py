@@ -1,14 +1,13 @@
-"""What the native kernels are called with: weights in panels, norms, caches, rows and a step's arguments, each checked
-at construction and holding the memory that its `struct` points to.
+"""What the native kernels are called with: weights in panels, norms, caches and rows, each checked at construction and
+holding the memory that its `struct` points to; `step_arguments` has those of a whole step.
 
-Every check of a type, size or stride that native/kernels.h leaves to its caller is here or in `kernels`. A wrong one
-raises ValueError that names field, value and limit.
+Every check of a type, size or stride that native/kernels.h leaves to its caller is here, there or in `kernels`. A wrong
+one raises ValueError that names field, value and limit.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -17,25 +16,18 @@ import torch
 from torch import Tensor
 
 from specdec.engine.cpu.structs import (
-    FLOAT8,
-    INT4,
-    INT8,
     NONE,
     ROUND_FIRST,
     ROUND_ONCE,
     CacheStruct,
-    Exchange,
-    ModelStruct,
     NormStruct,
     RowsStruct,
     RuleStruct,
-    StepStruct,
     WeightStruct,
 )
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # SD_FLOAT32 ...
 DTYPES = {number: dtype for dtype, number in TYPES.items()}
-NO_EXCHANGE = Exchange()  # of one rank
 COUNT_MAX = 2**31 - 1  # of rows, slots and positions, which are int32
 HEAD_SIZE_MAX = 512  # of native/attention.h
 
@@ -276,125 +268,3 @@ class Rows:
         if cache.block_size != self.block_size or cache.block_count < self.block_count:
             shown = f"of {cache.block_count} blocks of {cache.block_size} positions"
             refuse(name, shown, f"of {self.block_count} blocks of {self.block_size} or more, as its rows")
-
-
-@dataclass(frozen=True, slots=True)
-class StepModel:
-    """A model whose step is one call; `kept`: whatever its `struct` points into. Its layers' caches are alike."""
-
-    struct: ModelStruct
-    kept: tuple[object, ...] = field(repr=False)
-
-    def __post_init__(self) -> None:
-        model = self.struct
-        if model.type not in DTYPES:
-            refuse("type", model.type, "SD_FLOAT32, SD_BFLOAT16 or SD_FLOAT16")
-        counts = "layer_count", "hidden_size", "heads", "kv_heads", "head_size", "vocabulary_size", "positions_max"
-        for name in counts:
-            if getattr(model, name) < 1:
-                refuse(name, getattr(model, name), "1 or more")
-        if model.heads % model.kv_heads:
-            refuse("heads", model.heads, f"a multiple of {model.kv_heads} kv_heads")
-        if model.rotated_size % 2 or not 0 <= model.rotated_size <= model.head_size:
-            refuse("rotated_size", model.rotated_size, f"even, and at most {model.head_size}, the head size")
-        if model.output.panels:
-            self._check_weight("output", model.output, model.output.out_size, model.hidden_size)
-            if not model.embedding and model.output.type not in (model.type, INT4, INT8, FLOAT8):
-                refuse("output.type, without an embedding,", model.output.type, f"{model.type}, the model's, or packed")
-        for index in range(model.layer_count):
-            self._check_layer(index)
-
-    @property
-    def has_cross(self) -> bool:
-        """Whether its layers attend to what lies before the first position that a row sees, too."""
-        return bool(self.struct.layers[0].cross_queries.panels)
-
-    def _check_weight(self, name: str, weight: WeightStruct, out_size: int, in_size: int) -> None:
-        if not weight.panels:
-            refuse(f"{name}.panels", None, "those of a packed weight")
-        if (weight.out_size, weight.in_size) != (out_size, in_size):
-            refuse(name, [weight.out_size, weight.in_size], f"{[out_size, in_size]} [out, in]")
-
-    def _check_layer(self, index: int) -> None:
-        model, layer = self.struct, self.struct.layers[index]
-        hidden, between, size = model.hidden_size, model.intermediate_size, model.heads * model.head_size
-        weights = {
-            "qkv": (size + 2 * model.kv_heads * model.head_size, hidden),
-            "out": (hidden, size),
-            "gate": (between, hidden),
-            "down": (hidden, between),
-        }
-        if layer.up.panels:
-            weights["up"] = between, hidden
-        if self.has_cross or layer.cross_queries.panels:
-            weights |= {"cross_queries": (size, hidden), "cross_out": (hidden, size)}
-        for name, sizes in weights.items():
-            self._check_weight(f"{name} of layer {index}", getattr(layer, name), *sizes)
-        if bool(layer.cosines) != bool(layer.sines):
-            refuse(f"cosines and sines of layer {index}", "one of the two", "both or none")
-        cache, first = layer.cache, model.layers[0].cache
-        expected = first.block_count, first.block_size, model.kv_heads, model.head_size, model.type
-        if (cache.block_count, cache.block_size, cache.kv_heads, cache.head_size, cache.type) != expected:
-            limit = "[blocks, positions of a block, kv heads, head size, type] of the model and its first layer"
-            shown = [cache.block_count, cache.block_size, cache.kv_heads, cache.head_size, cache.type]
-            refuse(f"cache of layer {index}", shown, f"{list(expected)} {limit}")
-
-
-class StepArguments:
-    """The arguments of `Kernels.step`, and its results: `logits` [logit rows, vocabulary] float32, `hidden` [logit
-    rows, hidden size] of the model's type if asked for, `is_finite` [rows] bool.
-
-    `is_abandoned` is read between layers: another thread that sets it ends the step. `exchange`: see sd_exchange.
-    """
-
-    def __init__(
-        self,
-        model: StepModel,
-        ids: Tensor,
-        logit_rows: Tensor,
-        *,
-        keeps_hidden: bool = False,
-        is_abandoned: ctypes.c_int32 | None = None,
-        exchange: Callable[[object, int], int] | None = None,
-        inputs: Tensor | None = None,
-    ) -> None:
-        """`ids` of int64, a row each, in any shape; `logit_rows` of any integers."""
-        if ids.dtype is not torch.int64:
-            refuse("ids.dtype", ids.dtype, "torch.int64")
-        sizes = model.struct
-        self.ids = ids.contiguous()
-        self.row_count = rows = len(_checked("ids", self.ids, sizes.vocabulary_size))
-        chosen = _checked("logit_rows", logit_rows, rows)
-        self._logit_rows = (ctypes.c_int32 * len(chosen))(*chosen)
-        self.logits = torch.empty(len(chosen), sizes.output.out_size, dtype=torch.float32)
-        dtype = DTYPES[sizes.type]
-        self.inputs = None if inputs is None else inputs.reshape(rows, -1).contiguous()
-        if self.inputs is not None:
-            check_tensor("inputs", self.inputs, dtype, (rows, sizes.hidden_size))
-        self.hidden = torch.empty(len(chosen), sizes.hidden_size, dtype=dtype) if keeps_hidden else None
-        self.is_finite = torch.empty(rows, dtype=torch.bool)
-        self.is_abandoned = is_abandoned
-        self._exchange = Exchange(exchange) if exchange is not None else NO_EXCHANGE
-        self.struct = StepStruct(
-            self.ids.data_ptr(),
-            None if self.inputs is None else self.inputs.data_ptr(),
-            ctypes.addressof(self._logit_rows),
-            len(chosen),
-            self.logits.data_ptr(),
-            None if self.hidden is None else self.hidden.data_ptr(),
-            self.is_finite.data_ptr(),
-            None if is_abandoned is None else ctypes.addressof(is_abandoned),
-            self._exchange,
-        )
-
-
-def _checked(name: str, values: Tensor, count: int) -> list[int]:
-    """Returns integers of a CPU in a row. Raises ValueError unless each is in [0, count)."""
-    if values.device.type != "cpu":
-        refuse(f"{name}.device", values.device, "cpu")
-    if values.dtype not in (torch.int32, torch.int64):
-        refuse(f"{name}.dtype", values.dtype, "torch.int32 or torch.int64")
-    found: list[int] = values.flatten().tolist()
-    if found and not (0 <= min(found) and max(found) < count):
-        refuse(name, f"from {min(found)} to {max(found)}", f"from 0 to {count - 1}")
-    return found

@@ -15,6 +15,7 @@ from torch import nn
 
 from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.backend import (
+    Asked,
     Compute,
     Product,
     StepInput,
@@ -70,17 +71,16 @@ class NativeStep:
     flag: StepFlag | None
     output: nn.Module | None
 
-    def run(
-        self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool
-    ) -> StepResult:
+    def run(self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, asked: Asked) -> StepResult:
         is_whole = output is self.output
         word = self.flag.word if self.flag else None
-        step = self.call.step(self.rows, input_ids, logit_rows, word, returns_hidden or not is_whole)
+        keeps_hidden = asked.hidden or not is_whole
+        step = self.call.step(self.rows, input_ids, logit_rows, word, keeps_hidden, asked.feature_layers)
         logits, is_finite = step.logits, step.is_finite
         if not is_whole and step.hidden is not None and len(step.hidden):
             logits = output(step.hidden)
             is_finite = torch.cat((is_finite, torch.isfinite(logits.sum(-1))))
-        return StepResult(logits, is_finite, step.hidden if returns_hidden else None)
+        return StepResult(logits, is_finite, step.hidden if asked.hidden else None, step.features)
 
 
 class CpuBackend:
@@ -157,7 +157,7 @@ class CpuBackend:
         else:
             result = self._compute(self._storage, plan, batch.should_abandon, compute)
         flags = chunk_flags(batch, result.is_finite.tolist(), batch.row_count)
-        return StepOutput(result.logits, flags, result.hidden)
+        return StepOutput(result.logits, flags, result.hidden, result.features)
 
     def _compute(
         self, storage: CpuStorage, plan: StepPlan, should_abandon: Callable[[], bool] | None, compute: Compute

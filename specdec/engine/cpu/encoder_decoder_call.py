@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.engine.attention import AttentionShape, ScoreRule
-from specdec.engine.backend import StepResult
+from specdec.engine.backend import Asked, StepResult
 from specdec.engine.cpu import kernels as native
 from specdec.engine.cpu.arguments import LayerCache
 from specdec.engine.cpu.encoder_decoder import KernelEncoder, KernelStacks, rows_on
@@ -79,18 +79,18 @@ class NativeStacks:
     decoder_index: Tensor  # [rows] int64
     flag: StepFlag | None
 
-    def run(self, input_ids: Tensor, logit_rows: Tensor, output: nn.Module, returns_hidden: bool) -> StepResult:
+    def run(self, input_ids: Tensor, logit_rows: Tensor, output: nn.Module, asked: Asked) -> StepResult:
         ids, word = input_ids[0], self.flag.word if self.flag else None
         encoder, calls = self.encoder, self.calls
         if encoder is None:
             assert self.decoder is not None
-            step = calls.decoder.step(self.decoder, ids, logit_rows, word, returns_hidden)
+            step = calls.decoder.step(self.decoder, ids, logit_rows, word, asked.hidden)
             return StepResult(step.logits, step.is_finite, step.hidden)
         encoded = calls.encode(ids[encoder.index], encoder, word)
         if self.decoder is None:
             return StepResult(torch.empty(0, calls.logits_width), encoded.is_finite)
         own_rows = torch.searchsorted(self.decoder_index, logit_rows)
-        step = calls.decoder.step(self.decoder, ids[self.decoder_index], own_rows, word, returns_hidden)
+        step = calls.decoder.step(self.decoder, ids[self.decoder_index], own_rows, word, asked.hidden)
         is_finite = torch.empty(len(ids), dtype=torch.bool)
         is_finite[encoder.index], is_finite[self.decoder_index] = encoded.is_finite, step.is_finite
         return StepResult(step.logits, is_finite, step.hidden)

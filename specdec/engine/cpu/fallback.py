@@ -121,5 +121,11 @@ def run_parts(plan: StepPlan, parts: Iterable[tuple[int, int, StepAttention]], c
         counts.append(count)
     flags = [result.is_finite[:count] for result, count in zip(results, counts)]
     flags += [result.is_finite[count:] for result, count in zip(results, counts)]
-    hidden = None if results[0].hidden is None else torch.cat([r.hidden for r in results if r.hidden is not None])
-    return StepResult(torch.cat([result.logits for result in results]), torch.cat(flags), hidden)
+    hidden = [result.hidden for result in results if result.hidden is not None]
+    features = [result.features for result in results if result.features is not None]
+    return StepResult(
+        torch.cat([result.logits for result in results]),
+        torch.cat(flags),
+        torch.cat(hidden) if hidden else None,
+        torch.cat(features) if features else None,
+    )

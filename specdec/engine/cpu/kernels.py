@@ -27,14 +27,13 @@ from specdec.engine.cpu.arguments import (
     Norm,
     Rows,
     ScoreRule,
-    StepArguments,
-    StepModel,
     WeightPanels,
     check_tensor,
     refuse,
     type_of,
 )
 from specdec.engine.cpu.packing import Packer
+from specdec.engine.cpu.step_arguments import StepArguments, StepModel
 from specdec.engine.packed import PackedWeight
 from specdec.errors import ConfigError
 

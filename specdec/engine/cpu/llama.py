@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.cpu import arguments, structs
-from specdec.engine.cpu.arguments import LayerCache, Rows, StepArguments, StepModel
+from specdec.engine.cpu.arguments import LayerCache, Rows
 from specdec.engine.cpu.kernels import Kernels
 from specdec.engine.cpu.llama_parts import ModelParts, UnknownPart, model_parts
+from specdec.engine.cpu.step_arguments import StepArguments, StepModel
 from specdec.engine.interface import StepAbandoned
 
 logger = logging.getLogger("specdec.engine")
@@ -38,6 +39,7 @@ class LlamaStep:
     logits: Tensor  # [logits, vocab] float32
     is_finite: Tensor
     hidden: Tensor | None  # [logits, hidden] of the model's type
+    features: Tensor | None  # [rows, feature layers * hidden] of the model's type
 
 
 class LlamaModel:
@@ -63,9 +65,11 @@ class LlamaModel:
         logit_rows: Tensor,
         is_abandoned: c_int32 | None = None,
         keeps_hidden: bool = False,
+        feature_layers: Sequence[int] = (),
     ) -> LlamaStep:
         """Runs a step: ids [..., rows] int64, logit_rows [logits] int64. Without an output layer (a rank's share) the
-        logits have no columns. Raises StepAbandoned where the flag is set before a layer's keys are written."""
+        logits have no columns. `feature_layers`: see `StepArguments`. Raises StepAbandoned where the flag is set before
+        a layer's keys are written."""
         if self._model is None:
             raise RuntimeError("step was called before attach")
         parts = self._parts
@@ -77,6 +81,7 @@ class LlamaModel:
             is_abandoned=is_abandoned,
             exchange=self._exchange if self._sum_over_ranks else None,
             inputs=None if parts.embed is None else parts.embed(ids),
+            feature_layers=feature_layers,
         )
         code = self._kernels.step(self._model, rows, arguments)
         if code == structs.ABANDONED:
@@ -86,7 +91,7 @@ class LlamaModel:
             raise failure
         if code != structs.DONE:
             raise MemoryError("no memory for a step's buffers")
-        return LlamaStep(arguments.logits, arguments.is_finite, arguments.hidden)
+        return LlamaStep(arguments.logits, arguments.is_finite, arguments.hidden, arguments.features)
 
     def _exchange(self, start: Any, count: int) -> int:
         """See sd_exchange."""

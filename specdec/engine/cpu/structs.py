@@ -131,6 +131,7 @@ class ModelStruct(ctypes.Structure):
         ("embedding", c_void_p),
         ("embedding_scale", c_float),
         ("residual_scale", c_float),
+        ("second", NormStruct),
         ("last", NormStruct),
         ("output", WeightStruct),
         ("logit_scale", c_float),
@@ -153,6 +154,10 @@ class StepStruct(ctypes.Structure):
         ("is_finite", c_void_p),
         ("is_abandoned", c_void_p),
         ("exchange", Exchange),
+        ("seconds", c_void_p),
+        ("feature_layers", c_void_p),
+        ("feature_count", c_int64),
+        ("features", c_void_p),
     ]
 
 

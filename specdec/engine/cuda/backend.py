@@ -178,11 +178,13 @@ class DeviceBackend:
             result = fixed_part(self._results, plan)
             logits = result.logits[: batch.logit_count].clone()  # the next step of any shape overwrites them
             hidden = None if result.hidden is None else result.hidden[: batch.logit_count].clone()
+            features = None if result.features is None else result.features[: batch.row_count].clone()
         else:
             result = compute(self._input(self._exact.send(plan)))
             logits = result.logits[: batch.logit_count]
             hidden = None if result.hidden is None else result.hidden[: batch.logit_count]
-        return StepOutput(logits, FiniteFlags(batch, result.is_finite, plan.row_count), hidden)
+            features = None if result.features is None else result.features[: batch.row_count]
+        return StepOutput(logits, FiniteFlags(batch, result.is_finite, plan.row_count), hidden, features)
 
     def _measured_drift(self, compute: Compute) -> float:
         """Returns the drift, measured on blocks without a holder, which are zeroed afterwards."""
@@ -221,6 +223,8 @@ class DeviceBackend:
             place.is_finite.copy_(result.is_finite)
             if place.hidden is not None and result.hidden is not None:
                 place.hidden.copy_(result.hidden)
+            if place.features is not None and result.features is not None:
+                place.features.copy_(result.features)
 
         def prepare(shape: StepShape) -> Callable[[], None]:
             self._fixed.fill(RaggedBatch(()), shape)  # padding only
@@ -238,7 +242,11 @@ class DeviceBackend:
         flag_count = max(shape.row_count + shape.logit_count for shape in self._shapes)
         logits = like.logits.new_empty(logit_count, like.logits.shape[1])
         hidden = None if like.hidden is None else like.hidden.new_empty(logit_count, like.hidden.shape[1])
-        return StepResult(logits, like.is_finite.new_empty(flag_count), hidden)
+        features = like.features
+        if features is not None:
+            row_count = max(shape.row_count for shape in self._shapes)
+            features = features.new_empty(row_count, features.shape[1])
+        return StepResult(logits, like.is_finite.new_empty(flag_count), hidden, features)
 
     def _input(self, step: StepTensors) -> StepInput:
         assert self._storage is not None
@@ -254,4 +262,5 @@ def fixed_part(results: StepResult, shape: StepShape) -> StepResult:
     """Returns the views of a captured shape's results."""
     count = shape.logit_count
     hidden = None if results.hidden is None else results.hidden[:count]
-    return StepResult(results.logits[:count], results.is_finite[: shape.row_count + count], hidden)
+    features = None if results.features is None else results.features[: shape.row_count]
+    return StepResult(results.logits[:count], results.is_finite[: shape.row_count + count], hidden, features)

@@ -182,7 +182,7 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
             config = checked_config(file, {name: value for name, value in config.items() if name != ENTRY})
             has_encoder = check_supported(path_or_hub_id, config).has_encoder
         tokenizer = tokenizer_facts(path / "tokenizer.json")
-        weight_files = _weight_files(path, path_or_hub_id)
+        weight_files = weight_files_of(path, path_or_hub_id)
         ends = end_tokens_of(path, config, tokenizer.size)
         ids_end = min(tokenizer.size, config.get("vocab_size", tokenizer.size))
         beginning = beginning_tokens(path, config, ids_end) if has_encoder else ()
@@ -268,7 +268,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return found
 
 
-def _weight_files(path: Path, name: str) -> tuple[Path, ...]:
+def weight_files_of(path: Path, name: str) -> tuple[Path, ...]:
     """Returns the safetensors files to load, sorted by name. Raises ModelRefused if one is missing or none exists."""
     for file in (path / WEIGHTS_FILE, path / GGUF_FILE):
         if has_file(file):

@@ -79,10 +79,23 @@ def output_alone(
 ) -> transformers.PreTrainedModel:
     """Returns an `empty_model` with the weights of its output layer, whole. Raises ModelRefused if one is missing."""
     model = empty_model(name, folder, dtype)
-    output = model.get_output_embeddings()
-    (path,) = [path for path, module in model.named_modules() if module is output]
-    _load(name, model, folder, path, {}, no_progress, keeps_packed)
+    _load_module(name, model, folder, model.get_output_embeddings(), keeps_packed)
     return model
+
+
+def embedding_alone(name: str, folder: ModelFolder, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Returns an `empty_model` with its table of embeddings, whole. Raises ModelRefused if it is missing."""
+    model = empty_model(name, folder, dtype)
+    _load_module(name, model, folder, model.get_input_embeddings(), keeps_packed=False)
+    return model
+
+
+def _load_module(
+    name: str, model: transformers.PreTrainedModel, folder: ModelFolder, module: object, keeps_packed: bool
+) -> None:
+    """Reads the parameters of one module."""
+    (path,) = [path for path, each in model.named_modules() if each is module]
+    _load(name, model, folder, path, {}, no_progress, keeps_packed)
 
 
 def _load(

@@ -22,7 +22,7 @@ from specdec.engine.loading.config_check import TABLE_MODEL_TYPE
 from specdec.engine.loading.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.rank_config import RankPlace
-from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_output, load_share
+from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_embedding, load_output, load_share
 from specdec.engine.parallel.watch import Loss, last_words
 from specdec.engine.transformers_model import numerics_of
 from specdec.errors import RANK_LOST_EXIT_CODE, ModelRefused, SpecdecError
@@ -58,7 +58,8 @@ def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress:
     try:
         name, device = source.path_or_hub_id, source.torch_device
         share = load_share(name, folder, source.dtype, device, group, progress, source.positions_max)
-        return LeaderModel(share, group, partial(load_output, name, folder, source.dtype, share))
+        own = name, folder, source.dtype, share
+        return LeaderModel(share, group, partial(load_output, *own), partial(load_embedding, *own))
     except BaseException as error:
         group.watch.fail(place.rank, error)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 from specdec.engine.loading.config_check import served_positions
 from specdec.engine.loading.fitting import check_weights, empty_model
 from specdec.engine.loading.model_folder import ModelFolder, Progress
-from specdec.engine.loading.weights import fill, output_alone
+from specdec.engine.loading.weights import embedding_alone, fill, output_alone
 from specdec.engine.parallel.commands import Allocate, CommandSender, CopySlots, Scrub, Step, Stop, pack
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.group import RankGroup
@@ -92,6 +93,13 @@ def load_output(name: str, folder: ModelFolder, dtype_name: str, model: Transfor
     return output_layer(whole, columns, model.backend)
 
 
+def load_embedding(name: str, folder: ModelFolder, dtype_name: str, model: TransformersModel) -> nn.Embedding:
+    """Returns the whole table of embeddings of the model of which `model` is a share, for rank 0 alone."""
+    embedding = embedding_alone(name, folder, dtype_of(folder.config, dtype_name)).get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    return embedding.requires_grad_(False).to(model.backend.device)
+
+
 def _agreed_digest(name: str, folder: ModelFolder, group: RankGroup, progress: Progress) -> str:
     """Returns rank 0's digest of the folder, compared with that of ranks on other machines."""
     if group.place.rank == 0:
@@ -125,10 +133,16 @@ class LeaderStorage:
 class LeaderModel:
     """The CausalModel of rank 0: its own share, and the commands to the other ranks.
 
-    `load_output` loads the whole output layer: that of the share is a part.
+    `load_output` and `load_embedding` load the whole output layer and the whole table: those of the share are parts.
     """
 
-    def __init__(self, model: TransformersModel, group: RankGroup, load_output: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self,
+        model: TransformersModel,
+        group: RankGroup,
+        load_output: Callable[[], nn.Module],
+        load_embedding: Callable[[], nn.Embedding],
+    ) -> None:
         if group.sender is None:
             raise ValueError("only rank 0 leads")
         self.description = model.description
@@ -136,6 +150,7 @@ class LeaderModel:
         self._group = group
         self._sender = group.sender
         self._load_output = load_output
+        self._load_embedding = load_embedding
         self._block_count = 0
         self._block_size = 1
 
@@ -156,8 +171,20 @@ class LeaderModel:
 
     def return_hidden(self) -> nn.Module:
         """See `HiddenStates`. All ranks have the same hidden states; rank 0 returns its own."""
-        self.share.returns_hidden = True
+        self.share.asked.hidden = True
         return self._load_output()
+
+    @property
+    def layer_count(self) -> int:
+        return self.share.layer_count
+
+    def return_features(self, layer_ids: Sequence[int]) -> None:
+        """See `Features`. All ranks have the same features; rank 0 returns its own."""
+        self.share.return_features(layer_ids)
+
+    def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Features`. Of the whole vocabulary: that of the share is a part."""
+        return partial(torch.nn.functional.embedding, weight=self._load_embedding().weight)
 
     def allocate(self, block_count: int, block_size: int) -> LeaderStorage:
         self._sender.send(pack(Allocate(block_count, block_size)))

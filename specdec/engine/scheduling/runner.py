@@ -23,8 +23,11 @@ from specdec.errors import NumericsError, SpecdecError
 logger = logging.getLogger("specdec.engine")
 
 Sampler = Callable[[Sequence[Payload], Sequence[int], torch.Tensor], Sequence[Answer]]
-# (payloads, hidden states of the rows of each, sampler outputs) -> sampler outputs with what hidden states add
-HiddenReader = Callable[[Sequence[Payload], Sequence[torch.Tensor], Sequence[Answer]], Sequence[Answer]]
+# (payloads, the rows of each, their final hidden states if the model returns them, sampler outputs) -> sampler outputs
+# with what hidden states add
+HiddenReader = Callable[
+    [Sequence[Payload], Sequence[Chunk], Sequence[torch.Tensor | None], Sequence[Answer]], Sequence[Answer]
+]
 
 
 # Feeds, each with its rows of one step.
@@ -182,7 +185,7 @@ class StepRunner(Generic[Payload, Answer]):
         if self._read_hidden is not None:
             started_s = time.perf_counter()
             try:
-                results = self._read_hidden(payloads, [own for own in hidden if own is not None], results)
+                results = self._read_hidden(payloads, [chunk for _, chunk in chosen], hidden, results)
             except Exception:  # they decide no text
                 logger.exception("no proposals of heads in a step of %d requests", len(chosen))
             self._hidden_s += time.perf_counter() - started_s

@@ -21,13 +21,12 @@ from specdec.engine.cpu.arguments import (
     Norm,
     Rows,
     ScoreRule,
-    StepArguments,
-    StepModel,
     WeightPanels,
 )
 from specdec.engine.cpu.compile_kernels import SOURCES, NotCompiled, find_compiler
 from specdec.engine.cpu.kernels import Kernels
 from specdec.engine.cpu.packing import Packer
+from specdec.engine.cpu.step_arguments import StepArguments, StepModel
 from specdec.engine.cpu.structs import DONE, STRUCTS, LayerStruct, ModelStruct, WeightStruct
 from specdec.errors import ConfigError
 

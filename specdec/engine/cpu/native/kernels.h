@@ -106,6 +106,9 @@ typedef struct {
     const void *embedding;  // [vocabulary_size, hidden] of `type`; NULL: the output layer's weight, of the same type
     float embedding_scale;  // 1: none
     float residual_scale;   // 1: none
+    // Of the second inputs of a model of one layer (EAGLE, arXiv 2503.01840): their norm lies before that of the residual
+    // in each row of the input of its qkv, [out, 2 hidden]; gain NULL: it has none.
+    sd_norm second;
     sd_norm last;
     sd_weight output;       // [logits of a row, hidden]; logits are float32, not rounded; panels NULL: no output layer
     float logit_scale, logit_softcap;  // 1, 0: none
@@ -126,9 +129,15 @@ typedef struct {
     uint8_t *is_finite;         // [rows] 1 where the last hidden state, and the logits if asked, are finite
     const volatile int32_t *is_abandoned;  // read between layers, before a layer's keys are written; NULL: never
     sd_exchange exchange;       // NULL: one rank
+    const void *seconds;        // [rows, hidden] of the model's type, of a model that has second inputs
+    // Features of all rows: the residual as it enters layer feature_layers[i], or, of layer_count, after the last and
+    // before the last norm.
+    const int32_t *feature_layers;  // [feature_count]
+    int64_t feature_count;
+    void *features;             // [rows, feature_count, hidden] of the model's type
 } sd_step_arguments;
 
-// SD_OUT_OF_RANGE: an id, a position, a row of logits or the positions of cross attention do not exist.
+// SD_OUT_OF_RANGE: an id, a position, a row of logits, second inputs or the positions of cross attention do not exist.
 enum { SD_DONE = 0, SD_ABANDONED = 1, SD_EXCHANGE_FAILED = 2, SD_NO_MEMORY = 3, SD_OUT_OF_RANGE = 4 };
 
 // Version of the order of sums: increases with each change by which a result has other bits.

@@ -28,6 +28,7 @@ typedef struct {
     int64_t qkv_size, attended_size;    // of a row
     char *x, *normed, *sums;            // [rows, hidden]: the residual, its norm, a product that is added to it
     char *qkv, *attended, *gate, *up;   // [rows, sizes of the layer]
+    char *joined;                       // [rows, 2 hidden]: the norms of second inputs, then of the residual
     char *chosen;                       // [logits, hidden]: inputs of the output layer
     float *partial;                     // [rows, hidden]: a rank's part of a product
     sd_rows before;                     // the rows as cross attention sees them: [0, first)
@@ -76,6 +77,7 @@ static int64_t place_buffers(step_state *step, char *arena) {
     step->attended = take_bytes(arena, &used, rows * step->attended_size * item);
     step->gate = take_bytes(arena, &used, rows * model->intermediate_size * item);
     step->up = take_bytes(arena, &used, rows * model->intermediate_size * item);
+    step->joined = take_bytes(arena, &used, model->second.gain ? 2 * hidden_bytes : 0);
     step->chosen = take_bytes(arena, &used, step->asked->logit_count * model->hidden_size * item);
     step->partial = (float *)take_bytes(arena, &used, step->asked->exchange ? rows * model->hidden_size * 4 : 0);
     if (has_cross(model)) step->before = rows_before(step->rows, arena, &used);
@@ -242,9 +244,40 @@ static void gate_job(void *argument, sd_thread part) {
     }
 }
 
+// The norms of the part's second inputs, each before the input of the product in its row.
+static void join_job(void *argument, sd_thread part) {
+    const step_state *step = argument;
+    int64_t size = step->model->hidden_size, first, end;
+    int32_t type = step->model->type;
+    sd_part(step->rows->count, part, &first, &end);
+    for (int64_t r = first; r < end; r++) {
+        char *joined = item_of(step->joined, 2 * r * size, type);
+        normalize_row(&step->model->second, item_of(step->asked->seconds, r * size, type), joined, type, size);
+        memcpy(item_of(joined, size, type), item_of(step->input, r * size, type),
+               (size_t)size * (type == SD_FLOAT32 ? 4 : 2));
+    }
+}
+
+// Copies the residual as it enters a layer, if that is asked for.
+static void keep_features(const step_state *step, int64_t layer) {
+    const sd_step_arguments *asked = step->asked;
+    int64_t size = step->model->hidden_size, count = asked->feature_count;
+    int32_t type = step->model->type;
+    for (int64_t i = 0; i < count; i++) {
+        if (asked->feature_layers[i] != layer) continue;
+        for (int64_t r = 0; r < step->rows->count; r++)
+            memcpy(item_of(asked->features, (r * count + i) * size, type), item_of(step->x, r * size, type),
+                   (size_t)size * (type == SD_FLOAT32 ? 4 : 2));
+    }
+}
+
 // The product of the queries of an attention of the layer, of the residual's norm.
 static void multiply_queries(step_state *step, const sd_norm *norm, const sd_weight *weight) {
     step->input = add_sums(step, norm);
+    if (step->model->second.gain) {
+        sd_share(&step->team, join_job, step, row_parts(step, 2 * (int64_t)step->model->hidden_size));
+        step->input = step->joined;
+    }
     step->queries = weight;
     sd_share(&step->team, queries_job, step, product_parts(weight, step->rows->count, step->team.threads));
 }
@@ -265,6 +298,7 @@ static int32_t run_layer(step_state *step, const sd_layer *layer) {
     const volatile int32_t *is_abandoned = step->asked->is_abandoned;
     step->layer = layer;
     multiply_queries(step, &layer->before_attention, &layer->qkv);
+    keep_features(step, layer - step->model->layers);
     if (is_abandoned && *is_abandoned) return SD_ABANDONED;
     sd_share(team, keys_job, step, row_parts(step, step->qkv_size));
     int32_t result = attend_in(step, step->rows, &layer->rule, &layer->out, &layer->after_attention);
@@ -302,6 +336,7 @@ static void finish_step(step_state *step) {
     int64_t size = step->model->hidden_size;
     int32_t type = step->model->type;
     const char *normed = add_sums(step, &step->model->last);
+    keep_features(step, step->model->layer_count);
     for (int64_t r = 0; r < step->rows->count; r++)
         asked->is_finite[r] = (uint8_t)finite_row(item_of(normed, r * size, type), size, type);
     char *chosen = asked->hidden ? asked->hidden : step->chosen;
@@ -328,6 +363,7 @@ static int32_t run_step(step_state *step) {
 static int32_t is_within(const sd_model *model, const sd_rows *rows, const sd_step_arguments *asked) {
     int32_t has_table = model->embedding || (model->output.panels && model->vocabulary_size <= model->output.out_size);
     if (!asked->inputs && !has_table) return 0;
+    if (model->second.gain && !asked->seconds) return 0;
     for (int64_t r = 0; has_cross(model) && r < rows->count; r++)
         if (!rows->first || rows->first[r] < 1) return 0;
     for (int64_t r = 0; r < rows->count; r++) {
