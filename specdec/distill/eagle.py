@@ -96,17 +96,21 @@ class EagleLearner:
     Batches have features."""
 
     def __init__(self, head: EagleHead, embeddings: Tensor, steps: int, plan: Plan) -> None:
-        self.student: nn.Module = head.to(plan.device)
-        self._head = head
+        self.head = head.to(plan.device)
         self._embeddings = embeddings.to(plan.device)
         self._draft_ids = draft_ids_of(head.target_ids.cpu(), head.config.vocabulary_size)
         self._steps = steps
         self._plan = plan
 
+    @property
+    def student(self) -> nn.Module:
+        """The head."""
+        return self.head
+
     def backward(self, batch: Batch) -> float:
         """Each step's logits are made, and their gradients added, part by part: of all steps together they would take
         the batch's tokens times the vocabulary, several times over."""
-        states = self._states(batch)
+        states = self.states(batch)
         weights = [STEP_WEIGHT**step for step in range(len(states))]
         total, gradients = 0.0, []
         for step, (x, weight) in enumerate(zip(states, weights)):
@@ -127,17 +131,17 @@ class EagleLearner:
         """Returns acceptance by rule, temperature of the text and position of the draft token, such as
         "COUPLED 0.7 position 2", given that the tokens before it were accepted."""
         found: dict[str, Tensor] = {}
-        for step, x in enumerate(self._states(batch)):
+        for step, x in enumerate(self.states(batch)):
             labels, text, position = self._examples(batch, step)
             temperatures = self._temperatures(batch, step)
             own = rule_acceptances(labels, x[text, position], temperatures, self._logits)
             found |= {f"{name} position {step + 1}": values for name, values in own.items()}
         return found
 
-    def _states(self, batch: Batch) -> list[Tensor]:
+    def states(self, batch: Batch) -> list[Tensor]:
         """Returns x of every step. Row s of step j is that of the pair whose token is token s + 1 + j of its text: it
         predicts the one after.  # [texts, length - 1 - j, hidden] float32 each"""
-        head, device = self._head, self._plan.device
+        head, device = self.head, self._plan.device
         assert batch.features is not None
         inputs = batch.inputs.to(device)
         length, found = inputs.shape[1], list[Tensor]()
@@ -169,7 +173,7 @@ class EagleLearner:
     def _logits(self, rows: Tensor) -> Tensor:
         """[n, hidden] -> [n, draft vocabulary] float32"""
         with torch.autocast(rows.device.type, dtype=torch.bfloat16, enabled=self._plan.bf16):
-            return self._head.logits(rows).float()
+            return self.head.logits(rows).float()
 
 
 def attend(steps: Sequence[Projections]) -> Tensor:
