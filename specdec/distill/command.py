@@ -188,14 +188,15 @@ def learn_eagle(
     size = settings.draft_vocabulary
     token_ids = most_used(texts.texts, size, folder.end_token_ids) if size else torch.arange(folder.token_string_count)
     target = read_weights(settings.target, folder, folder.digest, torch.float32).eval().requires_grad_(False)
-    features = [recorded_features(target, layers, own, plan.device, console) for own in (texts, heldout)]
-    head = new_head(
-        target, head_sizes(target.config, target_facts(folder), layers, len(token_ids)), token_ids, plan.seed
+    features, tested_features = (
+        recorded_features(target, layers, own, plan.device, console) for own in (texts, heldout)
     )
+    sizes = head_sizes(target.config, target_facts(folder), layers, len(token_ids))
+    head = new_head(target, sizes, token_ids, features.sizes(len(layers)), plan.seed)
     learner = EagleLearner(head, target.get_input_embeddings().weight, settings.eagle_steps, plan)
     del target  # but for its embeddings: the features are read
-    learned = Data(texts.texts, texts.texts.learned_from, None, features=features[0])
-    tested = Data(heldout.texts, heldout.texts.answered_from, None, features=features[1])
+    learned = Data(texts.texts, texts.texts.learned_from, None, features=features)
+    tested = Data(heldout.texts, heldout.texts.answered_from, None, features=tested_features)
     trainer = Trainer(learner, plan, learned, tested, settings.out / CHECKPOINT_FILE, clock)
     train(trainer, "the head learns", console)
     save_eagle(head, settings.out)

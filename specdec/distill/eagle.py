@@ -27,6 +27,7 @@ from specdec.errors import ConfigError
 
 STEP_WEIGHT = 0.8  # of a step's loss, relative to the step before, as in the paper's code
 NORM_EPSILON = 1e-5
+OTHER_FEATURES = 0.1  # share of what a new head does not begin with
 ACTIVATION = "silu"  # the only one that vLLM's heads have
 
 
@@ -66,21 +67,31 @@ def head_sizes(target: Any, facts: TargetFacts, layer_ids: tuple[int, ...], toke
 
 
 @torch.no_grad()
-def new_head(model: Any, config: EagleConfig, target_ids: Tensor, seed: int) -> EagleHead:
-    """Returns a head on a target that begins as near to it as it can: the output layer and the norm before it are the
-    target's, and the reduced feature is the last one of the layers. `target_ids`: [draft vocabulary] int64."""
+def new_head(model: Any, config: EagleConfig, target_ids: Tensor, sizes: Sequence[float], seed: int) -> EagleHead:
+    """Returns a head on a target that learns fast. Its output layer and the norm before it are the target's. The
+    reduced feature is that of the last layer, and of size 1: the layer's own results, of that size too, then count
+    beside it. Attention looks for the embedding of its own token, as queries and keys of a head are made of it by one
+    random projection, so that at first a row reads its token and not the mean of all.
+
+    target_ids: [draft vocabulary] int64; sizes: of the features of each layer, see `feature_sizes`
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = EagleHead(config, target_ids)
+        projections = torch.randn(config.kv_head_count, config.head_size, config.hidden_size) / config.hidden_size**0.5
+        mixed = torch.randn(config.hidden_size, len(sizes), config.target_hidden_size)
     scale, _ = logit_scaling(model)
     output = model.get_output_embeddings().weight.detach().float().cpu()
     head.lm_head.weight.copy_(output[target_ids] * scale)
     head.norm.weight.copy_(gain_of(final_norm_of(model.base_model), config.hidden_size))
-    last = head.fc.weight[:, -config.hidden_size :]
-    head.fc.weight.mul_(0.1)
-    last.add_(torch.eye(config.hidden_size))
-    for part in (head.layer.self_attn.o_proj, head.layer.mlp.down_proj):
-        part.weight.mul_(0.1)
+    mixed *= OTHER_FEATURES / config.target_hidden_size**0.5
+    mixed[:, -1] += torch.eye(config.hidden_size)
+    head.fc.weight.copy_((mixed / torch.tensor(sizes)[:, None]).flatten(1))
+    attention = head.layer.self_attn
+    for part in (attention.q_proj, attention.k_proj):
+        part.weight.mul_(OTHER_FEATURES)
+        heads = part.weight.unflatten(0, (config.kv_head_count, -1, config.head_size))
+        heads[..., : config.hidden_size] = projections[:, None]
     return head
 
 

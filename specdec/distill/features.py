@@ -24,6 +24,7 @@ from specdec.errors import ConfigError
 
 NAME = "features"
 RECORDED_TOKENS_MAX = 2048  # of a forward
+SIZED_TOKENS = 4096  # of which the size of features is taken
 
 
 class Features:
@@ -51,6 +52,13 @@ class Features:
         index = next(index for index, last in enumerate(self._ends) if end <= last)
         first = self._ends[index - 1] if index else 0
         found: Tensor = self._parts[index][start - first : end - first]
+        return found
+
+    def sizes(self, layer_count: int) -> list[float]:
+        """Returns the root mean square of the numbers of each layer, the median of the tokens in the first file: at the
+        first token of texts some models have numbers a hundred times larger."""
+        rows = self._parts[0][:SIZED_TOKENS].float().unflatten(1, (layer_count, -1))
+        found: list[float] = rows.square().mean(2).sqrt().median(0).values.clamp_min(1e-6).tolist()
         return found
 
 

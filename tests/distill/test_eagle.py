@@ -31,6 +31,7 @@ from tests.support.gguf_models import make_tiny_gguf
 
 LAYERS = (0, 2, 3)  # of three: the last is what leaves them
 STEPS = 4
+SIZES = (1.0, 2.0, 4.0)
 
 
 def model_of(folder: Path) -> Any:
@@ -52,7 +53,7 @@ def learner_of(folder: Path, target_ids: Tensor, plan: Plan) -> EagleLearner:
     """A new head on a target, that proposes these tokens."""
     model = model_of(folder)
     sizes = head_sizes(model.config, target_facts(open_model_folder(str(folder))), LAYERS, len(target_ids))
-    return EagleLearner(new_head(model, sizes, target_ids, 0), model.get_input_embeddings().weight, STEPS, plan)
+    return EagleLearner(new_head(model, sizes, target_ids, SIZES, 0), model.get_input_embeddings().weight, STEPS, plan)
 
 
 def plan_of(tokens: int, rate: float = 1e-2) -> Plan:
@@ -153,8 +154,9 @@ def test_gradients_are_those_of_the_weighted_losses(target: Path, tmp_path: Path
 
 
 def test_a_new_head_begins_at_its_target(target: Path) -> None:
-    """Claim: its output layer has the target's rows of its tokens, its norm the target's gain, and two with one seed
-    are equal, which a run that continues needs; random numbers of others are not drawn."""
+    """Claim: its output layer has the target's rows of its tokens, its norm the target's gain, its feature is that of
+    the last layer in size 1, and rows attend to their own token. Two with one seed are equal, which a run that
+    continues needs; random numbers of others are not drawn."""
     ids, model = torch.tensor([5, 8, 200]), model_of(target)
     before = torch.get_rng_state()
     one, other = (learner_of(target, ids, plan_of(1)).head for _ in range(2))
@@ -162,6 +164,12 @@ def test_a_new_head_begins_at_its_target(target: Path) -> None:
     assert torch.equal(one.lm_head.weight, model.get_output_embeddings().weight[ids])
     assert torch.allclose(one.norm.weight, model.base_model.norm.weight, atol=1e-4)
     assert all(torch.equal(weight, other.state_dict()[name]) for name, weight in one.state_dict().items())
+    feature = torch.tensor(SIZES).repeat_interleave(64) * torch.randn(192, generator=torch.Generator().manual_seed(2))
+    assert torch.corrcoef(torch.stack([one.fc(feature), feature[128:]]))[0, 1] > 0.95
+    assert one.fc(feature).square().mean().sqrt().item() == pytest.approx(1, abs=0.3)
+    own = one.project(torch.zeros(1, 9, 64), model.get_input_embeddings().weight[None, :9], torch.arange(9))
+    scores = own.queries[:, ::2] @ own.keys.transpose(-2, -1)
+    assert torch.equal(scores.argmax(-1), torch.arange(9).expand(1, 2, 9)), "a row attends to its own token"
 
 
 @pytest.mark.more
@@ -319,6 +327,7 @@ def test_features_of_other_texts_are_refused(target: Path, tmp_path: Path) -> No
     """Claim: a file of features states what it is of; another, and one that is none, are refused by name."""
     file = tmp_path / "features.safetensors"
     features_of(model_of(target), cyclic_texts(1, 0), file)
+    assert len(Features([file], ["origin"]).sizes(3)) == 3
     with pytest.raises(ConfigError, match="has features of other texts or layers: remove it"):
         Features([file], ["another"])
     file.write_bytes(b"no features")
