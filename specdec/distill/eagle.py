@@ -125,16 +125,16 @@ class EagleLearner:
         weights = [STEP_WEIGHT**step for step in range(len(states))]
         total, gradients = 0.0, []
         for step, (x, weight) in enumerate(zip(states, weights)):
-            leaf = x.detach().requires_grad_()
+            held = x.detach().requires_grad_()
             labels, text, position = self._examples(batch, step)
             share = weight / sum(weights) / max(1, len(text))
             parts = (labels.own_ids, labels.log_probs, text, position)
             for ids, log_probs, texts, positions in zip(*(part.split(LOGITS_ROWS_MAX) for part in parts)):
-                logits = self._logits(leaf[texts, positions])
+                logits = self._logits(held[texts, positions])
                 loss = losses_of(self._plan, Labels(ids, log_probs), logits).sum() * share
                 loss.backward()
                 total += loss.item()
-            gradients.append(torch.zeros_like(x) if leaf.grad is None else leaf.grad)
+            gradients.append(torch.zeros_like(x) if held.grad is None else held.grad)
         torch.autograd.backward(states, gradients)
         return total
 
