@@ -34,6 +34,7 @@ from specdec.config import CoordinatorSettings
 from specdec.coordinator.discovery import Member
 from specdec.coordinator.fleet import Fleet
 from specdec.launch.children import python_command
+from specdec.protocol.heads import HEAD_PASSES_MAX
 from specdec.protocol.items import Nodes
 from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.policy import Policy
@@ -53,8 +54,17 @@ SETTINGS = CoordinatorSettings(
     draft_siblings_max=0,
     proposers="draft",
 )
+SETTINGS_HEAD = SETTINGS.model_copy(update={"draft": (), "proposers": "heads"})
 REQUEST = GenerationRequest(token_ids=(1,), sampling=SamplingParams(temperature=0))
 REPLICA = Description("digest", "print", "simulated", 7, 1 << 20, (1,), "float32", "cpu", "none")
+
+
+def _times(step_s: Callable[[int], float]) -> tuple[tuple[int, float], ...]:
+    return tuple((count, step_s(count)) for count in (1, 2, 4, 8, 16))
+
+
+def _head(pass_s: Callable[[int], float]) -> dict[str, Any]:
+    return {"head_passes_max": HEAD_PASSES_MAX, "head_pass_times": _times(pass_s)}
 
 
 class FleetService(FixedService):
@@ -63,12 +73,14 @@ class FleetService(FixedService):
 
     def __init__(self, world: World, plain: Sequence[int] = ()) -> None:
         super().__init__()
-        self.fleet, self._plain, self._turn = Fleet(SETTINGS, "", lambda: None), plain, 0
-        for pool, step_s in ((self.fleet.targets, world.target_step_s), (self.fleet.drafts, world.draft_step_s)):
+        has_head, self._plain, self._turn = world.head_pass_s is not None, plain, 0
+        self.fleet = Fleet(SETTINGS_HEAD if has_head else SETTINGS, "", lambda: None)
+        replica = REPLICA if world.head_pass_s is None else replace(REPLICA, **_head(world.head_pass_s))
+        pools = (self.fleet.targets, world.target_step_s), (self.fleet.drafts, world.draft_step_s)
+        for pool, step_s in pools[: 2 - has_head]:
             pool.update((Member("localhost:1"),))
-            step_times = tuple((count, step_s(count)) for count in (1, 2, 4, 8, 16))
-            pool.peers[0].found(replace(REPLICA, step_times=step_times))
-        (self._draft,) = self.fleet.drafts.peers
+            pool.peers[0].found(replace(replica, step_times=_times(step_s)))
+        self._draft = self.fleet.drafts.peers[0] if not has_head else None
         self.on_draft(world.network_s)
 
     def policy(self, stream_index: int) -> Policy | FixedService:
@@ -78,6 +90,8 @@ class FleetService(FixedService):
         return self.fleet.choose(REQUEST, self._turn, REPLICA).policy
 
     def on_draft(self, network_s: float, node_count: int = 0, session_count: int = 0, step_s: float = 0.0) -> None:
+        if self._draft is None:
+            return
         self._draft.link.stamps.network_s = network_s
         if node_count:
             nodes = Nodes(0, 0, 0, 0, (), round(1e6 * step_s), node_count, active_sessions=session_count)
@@ -146,6 +160,12 @@ def later(at_s: float, **fields: Any) -> dict[str, Any]:
     return {"changes": ((at_s, fields),)}
 
 
+def headed(count: int, *acceptances: float, share: float = 0.1, **fields: Any) -> World:
+    """The same with a feature head on the target, whose pass takes this share of a step, and no draft."""
+    pass_s = partial(_step_s, share * TARGET_S, 0.05)
+    return many(count, *acceptances, draft_factor=None, head_pass_s=pass_s, **fields)
+
+
 def failing_cells() -> list[Cell]:
     """A draft that is of no use, or ceases to be; load under which nothing should be drafted."""
     jump = (0.0, *(10.0 + 0.01 * index for index in range(31)))
@@ -180,6 +200,10 @@ def failing_cells() -> list[Cell]:
         Cell("32 streams, flat rows", many(32, 0.7, slope=0.002), 2, 6),
         Cell("experts, acceptance 0.4", one(0.4, target_step_s=_expert_step_s)),
         *(Cell(f"poor draft, RTT {ms} ms", world) for ms, world in poor.items()),
+        Cell("head, always wrong", headed(1, 0.0)),
+        Cell("head as slow as its target", headed(1, 0.5, share=1.0)),
+        Cell("8 streams, poor head, steep rows", headed(8, 0.2, slope=0.1)),
+        Cell("head, always wrong from 10 s on", headed(1, 0.7, **later(10, acceptance_factor=0.0)), 12, 30),
         *(Cell(f"acceptance 0.4, RTT 0.5, then {ms} ms", world, 12) for ms, world in moved.items()),
     ]
 
@@ -201,6 +225,9 @@ def paying_cells() -> list[Cell]:
         *(cell(f"acceptance 0.7, RTT {a}, then {b} ms", at(network_s=a / 1e3, **own), 12) for a, b, own in moves),
         *(cell(f"{count} streams on experts, acceptance {of}", world, 2, 8) for (count, of), world in experts.items()),
         cell("8 streams, acceptance 0.7", many(8, 0.7), 2, 8),
+        *(cell(f"head, acceptance {share}", headed(1, share)) for share in (0.5, 0.7, 0.85)),
+        *(cell(f"head, acceptance 0.7, {share} of a step", headed(1, 0.7, share=share)) for share in (0.03, 0.25)),
+        cell("8 streams, head, acceptance 0.7", headed(8, 0.7), 2, 8),
         *(
             cell(f"acceptance 0.7, RTT {ms} ms, texts of 32 tokens", at(network_s=ms / 1e3, token_count=32))
             for ms in (0, 7)
@@ -257,7 +284,8 @@ def run(name: str, seed_count: int) -> Result:
     plain = cell.streams if cell.is_beside else range(len(cell.world.texts))
     off, own = mean(quiet, lambda: FleetService(cell.world, plain=plain), seeds), auto(name, seed_count)
     if cell.pays:
-        plan = best_plan(lambda plan: quiet.rate(FixedService(plan), OTHER_SEED))[1]
+        has_head = cell.world.head_pass_s is not None
+        plan = best_plan(lambda plan: quiet.rate(FixedService(plan), OTHER_SEED), has_head)[1]
         best = mean(quiet, lambda: FixedService(plan), seeds)
     bound = OF_BEST_LATER if cell.bursts_s else OF_BEST if cell.pays else OF_OFF
     return Result(name, off, own, best, plan.description if cell.pays else "", own / (best or off), bound)

@@ -33,7 +33,7 @@ RULES: dict[str, dict[str, Any]] = {
     "COUPLED, temperature 1": {"temperature": 1.0, "seed": 1},
     "REJECTION, temperature 1": {"temperature": 1.0},
 }
-PARTS = ("draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
+PARTS = ("draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_heads_s", "target_link_s")
 
 
 def named_rule(sampling: dict[str, Any]) -> str | None:

@@ -56,7 +56,8 @@ class World:
     candidate; `branches`: that the second, third, ... is right where the first is wrong. `bonus_match`: that the first
     is right where it was not offered; None: as the acceptance. `acceptance_factor`: of all texts. `draft_factor`: of
     its steps; None: it is silent. `contention`: of the target's steps beside a draft at work. `gather_s`: for which the
-    target holds a step for sessions answered just now. `jitter`: every step varies evenly by up to this share;
+    target holds a step for sessions answered just now. `head_pass_s`: of a pass of the target's feature head by rows,
+    which drafts in the draft's place, chains only. `jitter`: every step varies evenly by up to this share;
     `pause_share`: of the target's steps pause. `changes`: (time, new values by field).
     """
 
@@ -73,6 +74,7 @@ class World:
     draft_factor: float | None = 1.0
     contention: float = 1.0
     gather_s: float = 0.0
+    head_pass_s: Callable[[int], float] | None = None
     jitter: float = 0.1
     pause_share: float = 0.0
     changes: tuple[tuple[float, dict[str, Any]], ...] = ()
@@ -125,13 +127,15 @@ def likeliest(shares: tuple[float, ...], window: int) -> list[tuple[str, str]]:
 class Stream:
     """One session after another. `ranks`: of all committed tokens. `tree`: when each evaluated path of the draft is at
     the coordinator; it begins after `root` tokens, where the draft knows them; `is_grown`: nothing is left to evaluate.
-    `is_cold`: nothing came from the draft yet. `pause_count`: of `session`, the coordinator's side."""
+    `is_cold`: nothing came from the draft yet. `asked`: the plan of the verification under way, `head_count`: tokens
+    that the head drafted in the one before. `pause_count`: of `session`, the coordinator's side."""
 
     def __init__(self, index: int, text: Text) -> None:
         self.index, self.text, self.ranks, self.timeline = index, text, "", [(0.0, 0)]
         self.root, self.drafted_plan, self.is_grown = 0, OFF_PLAN, False
         self.tree: dict[str, float] = {}
         self.commits: list[tuple[int, Plan]] = []
+        self.asked, self.head_count = OFF_PLAN, 0
         self.session: Generator[float, TargetStep | None, None]
         self.is_over, self.is_cold, self.is_waiting, self.pause_count = False, True, False, 0
 
@@ -234,8 +238,10 @@ class Simulation:
         policy = self.service.policy(stream.index)
         plan, is_late, verdict_s = policy.plan(SPARE_TOKENS), False, self.now_s
         while True:
-            self._after(self.world.network_s / 2, self._commit, stream, (len(stream.ranks), plan))
+            if self.world.head_pass_s is None:
+                self._after(self.world.network_s / 2, self._commit, stream, (len(stream.ranks), plan))
             in_hand, wait_end_s = stream.in_hand(self.now_s, SPARE_TOKENS), self.now_s + plan.wait_s
+            in_hand += stream.head_count
             is_late &= not 0 < plan.wait_length <= in_hand
             is_ready = in_hand >= plan.wait_length or stream.is_cold or is_late
             sent_plan, offered_count = plan, min(in_hand, plan.draft_length_max)
@@ -252,7 +258,7 @@ class Simulation:
                 sent_plan, offered_count = plan, stream.in_hand(self.now_s, plan.draft_length_max)
             sent_s, is_first = self.now_s, round_index == 0
             yield self.world.overhead_s
-            queued_s, rows = self.now_s, offered_count + 1
+            queued_s, rows, stream.asked = self.now_s, offered_count + 1, sent_plan
             self._queue(stream, rows + is_first * text.prompt_rows, rows * text.row_s + is_first * text.prompt_s)
             step = yield math.inf
             assert step is not None, "nothing else resumes it"
@@ -268,7 +274,7 @@ class Simulation:
                 RoundTokens(offered_count, len(ranks) - 1, len(ranks), kind),
                 TreeUse(was_looked_up, was_found),
                 RoundTimes(verdict_s, self.now_s, sent_s - verdict_s, self.now_s - sent_s),
-                step._replace(queue_s=self.now_s - step.forward_s - queued_s),
+                step._replace(queue_s=self.now_s - step.forward_s - step.head_s - queued_s),
                 is_refused=text.is_refused,
             )
             verdict_s, round_index = self.now_s, round_index + 1
@@ -294,12 +300,22 @@ class Simulation:
             step_s = self._varied(world.target_step_s(rows) * (world.contention if self._is_draft_busy else 1.0))
             step_s += sum(more_s for _, _, more_s in batch)
             step_s *= PAUSE_FACTOR if world.pause_share > next(self._uniforms) else 1.0
-            self._after(step_s, self._conclude, [stream for stream, _, _ in batch], rows, step_s)
+            streams = [stream for stream, _, _ in batch]
+            head_s = self._head_s([own.asked for own in streams if own.asked.window])
+            self._after(step_s + head_s, self._conclude, streams, rows, step_s, head_s)
 
-    def _conclude(self, streams: list[Stream], rows: int, step_s: float) -> None:
+    def _head_s(self, plans: list[Plan]) -> float:
+        """Seconds of the head behind a step, whose sessions share its passes."""
+        if self.world.head_pass_s is None or not plans:
+            return 0.0
+        pass_s = self.world.head_pass_s(sum(plan.nodes_per_step for plan in plans))
+        return self._varied(pass_s * max(plan.of_head(SPARE_TOKENS).window for plan in plans))
+
+    def _conclude(self, streams: list[Stream], rows: int, step_s: float, head_s: float) -> None:
         active = len(streams) + len(self._queued)
         for stream in streams:
-            step = TargetStep(0.0, step_s, rows=rows, sessions=len(streams), active_sessions=active)
+            step = TargetStep(0.0, step_s, rows=rows, sessions=len(streams), active_sessions=active, head_s=head_s)
+            stream.head_count = stream.asked.of_head(SPARE_TOKENS).window if self.world.head_pass_s else 0
             self._resume(stream, step, stream.pause_count)
         self._after(self.world.gather_s if active > 1 else 0.0, self._target_step)
 
@@ -348,12 +364,15 @@ class Simulation:
 
 CHAINS = [(length, length + 1, 1, length) for length in (1, 2, 4, 8)]
 STREAMED = [(8, 8), (2, 6, 4), (4, 12, 4), (16, 16, 8), (16, 32, 8)]
+OF_HEAD = [(length, length) for length in (1, 2, 3, 4, 5, 7)]
 WAITING = [(3, 8, 4, 1), (6, 16, 8, 2), (16, 32, 4, 2), (16, 32, 8, 3)]
 
 
-def best_plan(rate: Callable[[Plan], float]) -> tuple[float, Plan]:
-    """Returns the plan with the highest rate, of plain decoding, chains and trees that wait, and streamed ones."""
-    plans = OFF_PLAN, *(Plan(*shape) for shape in STREAMED), *(Plan(*shape, WAIT_S) for shape in CHAINS + WAITING)
+def best_plan(rate: Callable[[Plan], float], is_head: bool = False) -> tuple[float, Plan]:
+    """Returns the plan with the highest rate, of plain decoding, chains and trees that wait, and streamed ones; or of
+    plain decoding and chains of a feature head."""
+    plans = [Plan(*shape) for shape in STREAMED] + [Plan(*shape, WAIT_S) for shape in CHAINS + WAITING]
+    plans = [OFF_PLAN, *([Plan(*shape) for shape in OF_HEAD] if is_head else plans)]
     return max(((rate(plan), plan) for plan in plans), key=lambda found: found[0])
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias, cast
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.discovery import Discovery
+from specdec.coordinator.drafters import drafting
 from specdec.coordinator.ejection import RetryBudget
 from specdec.coordinator.peers import Listener, ModelKey, Peer
 from specdec.coordinator.pool import Pool
@@ -19,9 +20,7 @@ from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.draft_time import DraftTimes
 from specdec.policy.fixed_policy import OFF_POLICY, FixedPolicy
-from specdec.policy.goodput import Goodput
 from specdec.policy.goodput_policy import GoodputPolicy
-from specdec.policy.plans import catalogue
 from specdec.protocol import routing
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.noise import Lane, hash64
@@ -43,8 +42,8 @@ RULE_ROUNDS = 100.0  # of both rules, before they are compared
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What a request gets. `model`: as the target describes it; `rule_reason`: in one line; `proposers`: those it may
-    use, the draft and heads among them; `draft`: none where the request does not use it; `key`: of its prompt, for its
-    further targets."""
+    use, the draft and heads among them; `draft`: none where the request does not use it; `head_drafts`: whether the
+    target's feature head is its draft; `key`: of its prompt, for its further targets."""
 
     target: Target
     model: Description
@@ -54,6 +53,7 @@ class Choice:
     policy: Policy
     proposers: frozenset[Proposer]
     key: bytes = b""
+    head_drafts: bool = False
 
 
 Pair: TypeAlias = tuple[Rule, Draft | None]
@@ -195,10 +195,12 @@ class Fleet:
         if target is None:
             raise ReplicaUnavailable(f"no target: {self.targets.absent_reason or 'the model changed'}")
         self._retries.opened(time.monotonic())
+        proposers = self._with_head(request, proposers, target)
         rule, draft, reason = self._pair(request, turn, target, proposers)
         policy = self._policy(request, rule, proposers, target, draft)
+        head_drafts = policy.draft_length_cap > 0 and drafting(rule, target, draft, proposers).kind is Proposer.HEADS
         draft = draft if policy.draft_length_cap else None
-        return Choice(target, target.usable(), draft, rule, reason, policy, proposers, key)
+        return Choice(target, target.usable(), draft, rule, reason, policy, proposers, key, head_drafts)
 
     def again(self, choice: Choice, request: GenerationRequest) -> Choice:
         """Returns the same choice for a further text of the request; it has a policy of its own."""
@@ -246,6 +248,15 @@ class Fleet:
         found = asked & self._own - request.withheld_proposers
         return found - {Proposer.GRAMMAR} if request.sampling.grammar is None else found
 
+    def _with_head(
+        self, request: GenerationRequest, proposers: frozenset[Proposer], target: Target
+    ) -> frozenset[Proposer]:
+        """Returns the proposers of a request: a fixed plan that names none is the feature head's where no draft is."""
+        is_drafts = self._mode(request) is SpeculationMode.FIXED and not request.speculative.proposers
+        if is_drafts and target.has_feature_head and not self.drafts.up():
+            return self._own & {Proposer.HEADS} or proposers
+        return proposers
+
     def _mode(self, request: GenerationRequest) -> SpeculationMode:
         if not request.speculative.enabled:
             return SpeculationMode.OFF
@@ -257,12 +268,14 @@ class Fleet:
             if asked is not None and asked > limit:
                 raise InvalidRequest(f"speculative.{name}", asked, f"at most this server's maximum, {limit}")
 
-    def _models(self, proposers: frozenset[Proposer]) -> list[Draft | None]:
-        """Returns a draft of each model that is usable, in the order of the pool; None where there is no draft."""
+    def _models(self, proposers: frozenset[Proposer], target: Target) -> list[Draft | None]:
+        """Returns a draft of each model that is usable, in the order of the pool; None, the last, for the target's
+        feature head, and where there is no draft."""
         if Proposer.DRAFT not in proposers:
             return [None]
         models = {one.model_key: one for one in reversed(self.drafts.up() or self.drafts.peers[:1])}
-        return [*reversed(models.values())] or [None]
+        has_head = target.has_feature_head and Proposer.HEADS in proposers
+        return [*reversed(models.values()), *[None] * (has_head or not models)]
 
     def _pair(
         self, request: GenerationRequest, turn: int, target: Target, proposers: frozenset[Proposer]
@@ -273,7 +286,7 @@ class Fleet:
         is not."""
         named = request.rule()
         rules = (Rule.COUPLED, Rule.REJECTION) if named is None else (named[0],)
-        models = self._models(proposers)
+        models = self._models(proposers, target)
         pairs = [(rule, draft) for rule in rules for draft in models]
         chosen, why = pairs[0], "" if named is None else named[1]
         if len(pairs) > 1:
@@ -290,7 +303,8 @@ class Fleet:
         has_models = len({draft for _, draft in pairs}) > 1
 
         def said(pair: Pair) -> str:
-            return f"{pair[0].name} with {pair[1].model_name}" if has_models and pair[1] is not None else pair[0].name
+            model_name = "the target's head" if pair[1] is None else pair[1].model_name
+            return f"{pair[0].name} with {model_name}" if has_models else pair[0].name
 
         compared = ", ".join(f"{said(pair)} {rate:.0f}" for pair, rate in rates.items()) + " tokens/s measured"
         missing = [said(pair) for pair in pairs if pair not in rates]
@@ -313,9 +327,8 @@ class Fleet:
 
     def _measured(self, rule: Rule, target: Target, draft: Draft | None) -> float | None:
         """Tokens per second of the best plan under the server's own limit; None before RULE_ROUNDS rounds."""
-        has_local = bool(self._own - {Proposer.DRAFT, Proposer.GRAMMAR})
-        key = target.model_key, rule, self._settings.num_speculative_tokens_max, draft is not None, has_local
-        goodput = (draft or target).goodputs.get(key)
+        own = drafting(rule, target, draft, self._own - {Proposer.GRAMMAR})
+        goodput = own.measured(self._settings.num_speculative_tokens_max)
         return None if goodput is None or goodput.round_count < RULE_ROUNDS else goodput.best_rate()
 
     def _policy(
@@ -328,30 +341,23 @@ class Fleet:
     ) -> Policy:
         settings, own = self._settings, request.speculative
         asked, limit = own.num_speculative_tokens, settings.num_speculative_tokens_max
-        has_local = bool(proposers - {Proposer.DRAFT})
-        if not (draft or has_local) or 0 in (asked, limit):
+        way = drafting(rule, target, draft, proposers)
+        if way.kind is Proposer.NONE and not way.has_local or 0 in (asked, limit):
             return OFF_POLICY
         if self._mode(request) is SpeculationMode.AUTO:
             cap = limit if asked is None else asked
-            return GoodputPolicy(self._goodput(rule, target, draft, cap, has_local), cap)
+            return GoodputPolicy(way.goodput(cap, settings.draft_siblings_max, self._without_draft), cap)
         length = settings.num_speculative_tokens if asked is None else asked
         if own.draft_window is not None and own.draft_window < length and not own.draft_siblings:
             least = f"at least the draft tokens of a verification, {length}"
             raise InvalidRequest("speculative.draft_window", own.draft_window, least)
         wait_ms = settings.draft_wait_ms if own.draft_wait_ms is None else own.draft_wait_ms
-        window = min(length + 1, settings.draft_window_max) if own.draft_window is None else own.draft_window
-        window, acceptance = (0, None) if draft is None else (window, draft.acceptance[rule])
-        tree = own.draft_nodes_per_step or 1, wait_ms / 1000, own.draft_siblings or 0
+        is_head = way.kind is Proposer.HEADS  # it drafts once the bonus token is known, and no round waits for it
+        wait_s, length_ahead = (0.0, length) if is_head else (wait_ms / 1000, length + 1)
+        window = min(length_ahead, settings.draft_window_max) if own.draft_window is None else own.draft_window
+        window, acceptance = (window, way.measurements(self._without_draft)[1]) if way.kind else (0, None)
+        tree = own.draft_nodes_per_step or 1, wait_s, own.draft_siblings or 0
         return FixedPolicy(length, window, *tree, target.steps[rule], acceptance)
-
-    def _goodput(self, rule: Rule, target: Target, draft: Draft | None, cap: int, has_local: bool) -> Goodput:
-        """Returns the measurements of plans that requests of one kind share."""
-        goodputs, key = (draft or target).goodputs, (target.model_key, rule, cap, draft is not None, has_local)
-        if key not in goodputs:
-            plans = catalogue(draft is not None, has_local, self._settings.draft_siblings_max, rule)
-            measured = self._without_draft if draft is None else (draft.times[rule], draft.acceptance[rule])
-            goodputs[key] = Goodput(target.steps[rule], *measured, cap, plans)
-        return goodputs[key]
 
     def local_proposers(
         self, choice: Choice, request: GenerationRequest, committed: list[int], prediction: Sequence[int]

@@ -24,7 +24,7 @@ from specdec.policy.goodput import Goodput
 from specdec.protocol.events import Event
 from specdec.protocol.items import NO_TRACE, is_farewell
 from specdec.protocol.routing import FULL, SESSION_LOAD_GUESS
-from specdec.protocol.types import PROTOCOL_VERSION, Description, Rule
+from specdec.protocol.types import PROTOCOL_VERSION, Description, Proposer, Rule
 from specdec.rpc.client import open_channel
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
@@ -38,7 +38,7 @@ DESCRIBE_RETRY_S = 0.5
 NODES_PER_MESSAGE_MAX = 1 << 12  # twice what fits a message of several items, MESSAGE_BYTES_SOFT
 STATES = ("up", "ejected", "stopping", "unlisted", "down")  # only those that are up get new texts
 ModelKey: TypeAlias = tuple[Hashable, ...]  # of a target: weights and numerics; of a draft: weights
-GoodputKey: TypeAlias = tuple[ModelKey, Rule, int, bool, bool]
+GoodputKey: TypeAlias = tuple[ModelKey, Rule, int, Proposer, bool]
 
 
 class Listener(Protocol):

@@ -210,7 +210,7 @@ class Placement(ABC):
             target, str(self._lost), "" if self._lost is None else self._lost.cause, time.monotonic()
         )
         self._target, self._lost, self._next_model = target, None, target.usable()
-        session.asks_heads = self._has_heads
+        session.asks_heads, session.is_head_refused = self._has_heads, False
         get_logger().info("generation moved", **self.names, peer=target.address)
         target.attach(session.number, self)
         self._step(events.TargetFound())

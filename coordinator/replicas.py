@@ -16,7 +16,7 @@ from specdec.coordinator.discovery import Member
 from specdec.coordinator.ejection import Health
 from specdec.coordinator.peers import Listener, ModelKey, Peer, check_node_count
 from specdec.policy.acceptance import Acceptance
-from specdec.policy.draft_time import DraftTimes
+from specdec.policy.draft_time import DraftTimes, HeadTimes
 from specdec.policy.steps import StepTimes
 from specdec.protocol.events import DraftLost, DraftStops, Event, FromDraft, FromTarget, TargetLost
 from specdec.protocol.items import Nodes, PromptPart, Verification, VerificationResult
@@ -27,7 +27,7 @@ from specdec.v1 import target_service_pb2 as target_pb
 
 
 class Target(Peer):
-    """A target. `steps`: its step times by rows, of each rule."""
+    """A target. `steps`: its step times by rows, of each rule; `head_times`, `head_acceptance`: of its feature head."""
 
     name, service, stream_method = "target", "specdec.v1.TargetService", "Verify"
     request, response = target_pb.VerifyRequest, target_pb.VerifyResponse
@@ -58,6 +58,13 @@ class Target(Peer):
     def _measure_anew(self) -> None:
         super()._measure_anew()
         self.steps = {rule: StepTimes() for rule in Rule}
+        self.head_times = {rule: HeadTimes() for rule in Rule}
+        self.head_acceptance = {rule: Acceptance() for rule in Rule}
+
+    @property
+    def has_feature_head(self) -> bool:
+        """Whether a feature head on it drafts."""
+        return self.description is not None and self.description.head_passes_max > 0
 
     def _key_of(self, description: Description) -> ModelKey:
         return description.model_digest, *description.numerics
@@ -70,9 +77,12 @@ class Target(Peer):
             self._deadlines.token_s = step_s / row_count
         if other is not None:
             self.steps, self.goodputs = other.steps, other.goodputs
+            self.head_times, self.head_acceptance = other.head_times, other.head_acceptance
             return
-        for steps in self.steps.values():
+        for rule, steps in self.steps.items():
             steps.prime(step_times, head_times)
+            self.head_times[rule].prime(self.description.head_pass_times)
+            self.head_acceptance[rule].forget()
 
     async def _watch(self) -> None:
         """Tells the generations whose verifications are overdue that the target is lost to them."""
@@ -83,6 +93,10 @@ class Target(Peer):
                 if (listener := self._listeners.get(session)) is not None:
                     self._tell(listener, TargetLost(reason, OVERDUE))
                 get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
+
+    def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
+        check_node_count(sum(len(message.result.head_nodes) for message in messages))
+        super()._on_items(messages, byte_count)
 
     def _event_of(self, item: Any) -> Event:
         if isinstance(item, VerificationResult):

@@ -297,6 +297,7 @@ class Coordinator:
             Proposer.HEADS in choice.proposers,
             legal_runs,
             scored_index if scores_prompt and len(prompted.prompt) > scored_index else 0,
+            choice.head_drafts,
         )
 
     async def describe(

@@ -42,19 +42,20 @@ SUM_SHARE_MIN = 0.001  # of the summed rounds: smaller parts have no span
 ARRIVAL_COUNT_MAX = 16  # events of draft tokens in one group; a draft decides how many it marks
 NOTE_COUNT_MAX = 64  # of one group: of an unstable link the first changes are recorded
 KEPT_ROUND_COUNT = 4096  # of the choices by round index, which every request asks for again
-TARGET_PARTS = ("queue", "forward", "sampling")
+TARGET_PARTS = ("queue", "forward", "sampling", "heads")
 Attributes: TypeAlias = dict[str, AttributeValue]
 
 
 class Parts(NamedTuple):
-    """The parts of a time, in seconds: wait for draft tokens, network both ways, the target's queue, forward pass and
-    sampler, and this process's own work."""
+    """The parts of a time, in seconds: wait for draft tokens, network both ways, the target's queue, forward pass,
+    sampler and heads, and this process's own work."""
 
     wait: float = 0.0
     network: float = 0.0
     queue: float = 0.0
     forward: float = 0.0
     sampling: float = 0.0
+    heads: float = 0.0
     rule: float = 0.0
 
     def plus(self, others: Iterable[Parts]) -> Parts:
@@ -97,8 +98,10 @@ def parts_of(record: RoundRecord) -> Parts:
     server_s, times = record.server_share_s, record.times
     forward_s = min(record.step.forward_s, server_s)  # whatever the target says
     sampling_s = min(record.step.sampling_s, server_s - forward_s)
+    heads_s = min(record.step.head_s, server_s - forward_s - sampling_s)
     rule_s = max(0.0, times.round_s - times.wait_s - times.round_trip_s)
-    return Parts(times.wait_s, times.round_trip_s - server_s, record.server_wait_s, forward_s, sampling_s, rule_s)
+    of_target = record.server_wait_s, forward_s, sampling_s, heads_s
+    return Parts(times.wait_s, times.round_trip_s - server_s, *of_target, rule_s)
 
 
 def branch_of(record: RoundRecord) -> str:

@@ -9,7 +9,8 @@ from google.protobuf import json_format
 from specdec.gateway.prompts import Prompts
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
-TIMES = ("round_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
+AT_TARGET = "target_queue_s", "target_forward_s", "target_sampling_s", "target_heads_s"
+TIMES = ("round_s", "draft_wait_s", *AT_TARGET, "target_link_s")
 KINDS = {value: name.removeprefix("TOKEN_KIND_").lower() for name, value in coordinator_pb.TokenKind.items()}
 PROPOSERS = {value: name.removeprefix("PROPOSER_").lower() for name, value in coordinator_pb.Proposer.items()}
 NO_PROPOSER = coordinator_pb.PROPOSER_UNSPECIFIED

@@ -1,8 +1,8 @@
 """The spans of the target for detailed rounds, step by step.
 
 Each such round has a `verify` span from the arrival of its message to its answer, and below it its wait (`queue`), its
-forward pass (`forward`) and its sampler (`sampling`). Of a step that served several rounds, the `forward` of the first
-detailed round has a link to every round; those of the others link to it.
+forward pass (`forward`), its sampler (`sampling`) and what heads took after it (`heads`). Of a step that served several
+rounds, the `forward` of the first detailed round has a link to every round; those of the others link to it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from specdec.telemetry.spans import Attributes, Span, SpanKind, SpanLink, derive
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An answered round; times by the monotonic clock."""
+    """An answered round; times by the monotonic clock. `node_count`: of its feature head's tree."""
 
     item: Verification
     timing: StepTiming
     arrived_s: float
     answered_s: float
+    node_count: int = 0
 
     @property
     def link(self) -> SpanLink:
@@ -58,11 +59,14 @@ def spans_of(rounds: Sequence[Served]) -> list[Span]:
     for served in detailed:
         own = served.timing
         shared = {"specdec.step_rows": own.row_count, "specdec.step_sessions": own.feed_count}
-        sampling_began_s = own.ended_s - own.sampling_s
+        sampling_began_s, heads_began_s = own.ended_s - own.sampling_s, own.ended_s - own.hidden_s
         forward = replace(served.below("forward", own.started_s, sampling_began_s, shared), links=links)
         if served is detailed[0]:
             links = (SpanLink(forward.trace_id, forward.span_id),)
-        spans += [forward, served.below("sampling", sampling_began_s, own.ended_s, {}), served.verify()]
+        spans += [forward, served.below("sampling", sampling_began_s, heads_began_s, {}), served.verify()]
+        if own.hidden_s:
+            asked = {"specdec.window": served.item.head_plan.window, "specdec.nodes": served.node_count}
+            spans.append(served.below("heads", heads_began_s, own.ended_s, asked))
         spans.append(served.below("queue", served.arrived_s, own.first_started_s, {}))
         if own.step_count > 1:
             steps = {"specdec.steps": own.step_count - 1}

@@ -300,7 +300,7 @@ class Verifier:
         session.cached_count = session.preemptions = 0
         session.reply(answer)
         if item.trace.sampled and self._tracing.is_on:
-            self._served.append(Served(item, timing, session.arrived_s, now_s))
+            self._served.append(Served(item, timing, session.arrived_s, now_s, len(output.head_nodes)))
 
 
 def microseconds(seconds: float) -> int:

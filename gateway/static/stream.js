@@ -6,6 +6,7 @@ export const PARTS = [
   ["target_queue_s", "queue"],
   ["target_forward_s", "forward"],
   ["target_sampling_s", "sampler"],
+  ["target_heads_s", "heads"],
 ];
 
 // An error in the server's words; `status` is the HTTP status, 0 after the start of a stream.

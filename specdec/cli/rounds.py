@@ -14,13 +14,14 @@ HEADINGS = (
     "queue",
     "forward",
     "sampling",
+    "heads",
     "link",
     "accepted",
     "next",
     "offered",
     "draft tokens",
 )
-NUMBER_COUNT = 8  # first columns, which are aligned to the right
+NUMBER_COUNT = 9  # first columns, which are aligned to the right
 
 
 def table_of(deltas: Iterable[Delta]) -> str:
@@ -47,8 +48,9 @@ def rows_of(delta: Delta) -> Iterator[tuple[str, ...]]:
         last = delta.kinds[end - 1]
         next_name = "" if last is TokenKind.ACCEPTED else last.name.lower()
         proposers = ", ".join(f"{one.name.lower()} {own.proposers.count(one)}" for one in sorted(set(own.proposers)))
-        times = (own.round_s, own.draft_wait_s, own.target_queue_s, own.target_forward_s, own.target_sampling_s)
-        milliseconds = (f"{1000 * time_s:.2f}" for time_s in (*times, own.target_link_s))
+        at_target = own.target_queue_s, own.target_forward_s, own.target_sampling_s, own.target_heads_s
+        times = own.round_s, own.draft_wait_s, *at_target, own.target_link_s
+        milliseconds = (f"{1000 * time_s:.2f}" for time_s in times)
         count = str(len(own.accepted))
         yield str(own.round_index), *milliseconds, count, next_name, proposers, draft_tokens(own)
 

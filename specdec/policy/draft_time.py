@@ -1,4 +1,5 @@
-"""Times of a draft and its link: steps by nodes of all sessions, and the round trip. Pure."""
+"""Times of a draft and its link: steps by nodes of all sessions, and the round trip; and those of a feature head on the
+target, whose trip is its passes. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import math
 
 from specdec.policy.mean import Mean
 from specdec.protocol.plan import Plan
+from specdec.protocol.records import RoundRecord
 from specdec.step_curve import StepCurve
 
 STEP_GUESS_S, LATE_S = 0.003, 0.001  # a step; how much longer the first token takes than step and network
@@ -38,6 +40,9 @@ class DraftTimes:
         if sessions:
             self._sessions.add(sessions)
 
+    def on_round(self, record: RoundRecord) -> None:
+        """Takes a round of a session: of a draft it tells no time."""
+
     def on_bytes(self, node_bytes: float) -> None:
         """Takes the bytes of one evaluated node on the link."""
         self._node_bytes.add(node_bytes)
@@ -69,3 +74,16 @@ class DraftTimes:
     def wait_max_s(self, plan: Plan, load: float) -> float:
         """Seconds for which a plan may hold a verification back; 0 if it does not wait."""
         return min(WAIT_LEAST_S + WAIT_SLACK * self.trip_s(plan, load), WAIT_MAX_S) if plan.wait_length else 0.0
+
+
+class HeadTimes(DraftTimes):
+    """Of a target's feature head under one rule: the steps are its passes, all of them between a verification and its
+    result, so they keep the round as long as they take and no round waits for them beside."""
+
+    def on_round(self, record: RoundRecord) -> None:
+        window, step = record.plan.window, record.step
+        if window and step.head_s:
+            self.on_step(record.plan.nodes_per_step * step.sessions, step.head_s / window)
+
+    def trip_s(self, plan: Plan, load: float) -> float:
+        return max(1, plan.window) * self.step_s(plan, load)

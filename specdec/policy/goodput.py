@@ -91,6 +91,7 @@ class Goodput:
         """Takes a round of any session: its step, and a share of its time for exploration."""
         jumps = self.steps.jumps
         self.steps.on_step(record)
+        self.draft.on_round(record)
         if self.steps.jumps != jumps:
             self._refreshed_s = -math.inf
             self.refresh(record.times.end_s)
@@ -111,6 +112,8 @@ class Goodput:
         """Adds a round that counts for its plan, of a session of this acceptance."""
         step, tokens = record.step, record.tokens
         beside_s = record.times.round_s - step.step_s - max(0.0, step.queue_s - step.step_s)
+        if not own.plan.draft_length_max:
+            beside_s -= step.head_s  # heads of the step's other sessions: if all ran this plan there were none
         if step.active_sessions > step.sessions > 0:  # the queue for a step without it is a part of T(load)
             rows = step.rows * step.active_sessions / step.sessions
             beside_s -= step.step_s * (self.steps.step_s(rows, True) / self.steps.step_s(step.rows, True) - 1)

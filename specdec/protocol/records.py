@@ -133,12 +133,13 @@ class RoundRecord(NamedTuple):
     @property
     def server_share_s(self) -> float:
         """Seconds at the target, from the arrival of the verification to its answer; never more than the round trip."""
-        return min(self.times.round_trip_s, self.step.server_s or self.step.queue_s + self.step.step_s)
+        step = self.step
+        return min(self.times.round_trip_s, step.server_s or step.queue_s + step.step_s + step.head_s)
 
     @property
     def server_wait_s(self) -> float:
-        """Seconds at the target outside its steps."""
-        return max(0.0, self.server_share_s - self.step.step_s)
+        """Seconds at the target outside its steps and the heads after them."""
+        return max(0.0, self.server_share_s - self.step.step_s - self.step.head_s)
 
     @property
     def is_hit(self) -> bool:

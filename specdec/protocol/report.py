@@ -68,11 +68,12 @@ class Round(NamedTuple):
     target_forward_s: float = 0.0
     target_sampling_s: float = 0.0
     target_link_s: float = 0.0
+    target_heads_s: float = 0.0
 
     @classmethod
     def of(cls, record: RoundRecord, asked: Verification, accepted: tuple[int, ...]) -> Round:
         """Returns a round by its record, its verification and the verdict on it."""
-        tokens, times, step, server_share_s = record.tokens, record.times, record.step, record.server_share_s
+        tokens, times, step = record.tokens, record.times, record.step
         return cls(
             record.round_index,
             asked.draft_token_ids,
@@ -82,10 +83,11 @@ class Round(NamedTuple):
             tokens.kept_count,
             times.round_s,
             summable_s(times.wait_s),
-            summable_s(max(0.0, server_share_s - step.step_s)),
+            summable_s(record.server_wait_s),
             summable_s(step.forward_s),
             summable_s(step.sampling_s),
-            summable_s(times.round_trip_s - server_share_s),
+            summable_s(times.round_trip_s - record.server_share_s),
+            summable_s(step.head_s),
         )
 
 
@@ -256,6 +258,7 @@ class Statistics:
     target_forward_s: float = summed("specdec_round_time_seconds", label=("part", "target_forward"))
     target_sampling_s: float = summed("specdec_round_time_seconds", label=("part", "target_sampling"))
     target_link_s: float = summed("specdec_round_time_seconds", label=("part", "target_link"))
+    target_heads_s: float = summed("specdec_round_time_seconds", label=("part", "target_heads"))
     acceptance_histogram: list[int] = field(default_factory=list)
     predicted_tokens_per_s: float = 0.0
     policy_reason: str = ""
@@ -274,7 +277,6 @@ class Statistics:
     def on_round(self, record: RoundRecord) -> None:
         """Counts one round."""
         tokens, tree, times, step = record.tokens, record.tree, record.times, record.step
-        server_share_s = record.server_share_s
         self.rounds += 1
         self.output_tokens += tokens.kept_count
         self.step_sessions += step.sessions
@@ -286,7 +288,8 @@ class Statistics:
         self.target_queue_s += summable_s(record.server_wait_s)
         self.target_forward_s += summable_s(step.forward_s)
         self.target_sampling_s += summable_s(step.sampling_s)
-        self.target_link_s += summable_s(times.round_trip_s - server_share_s)
+        self.target_link_s += summable_s(times.round_trip_s - record.server_share_s)
+        self.target_heads_s += summable_s(step.head_s)
         self.total_s += times.round_s
         if self.rounds == 1:
             self.time_to_first_token_s = times.round_s

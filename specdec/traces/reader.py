@@ -35,6 +35,7 @@ PARTS = (
     ("network", ("specdec.network_ms",), "on the way to the target and back"),
     ("queue", ("specdec.queue_ms",), "at the target, before its step"),
     ("forward", ("specdec.forward_ms", "specdec.sampling_ms"), "the target's model and its sampler"),
+    ("heads", ("specdec.heads_ms",), "the heads on the target, after its steps"),
     ("rule", ("specdec.rule_ms",), "the coordinator's own work"),
 )
 

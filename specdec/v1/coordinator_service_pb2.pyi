@@ -270,7 +270,7 @@ class Delta(_message.Message):
     def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., text_lengths: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("round_index", "draft_token_ids", "parents", "proposers", "accepted", "num_output_tokens", "round_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
+    __slots__ = ("round_index", "draft_token_ids", "parents", "proposers", "accepted", "num_output_tokens", "round_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s", "target_heads_s")
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +283,7 @@ class Round(_message.Message):
     TARGET_FORWARD_S_FIELD_NUMBER: _ClassVar[int]
     TARGET_SAMPLING_S_FIELD_NUMBER: _ClassVar[int]
     TARGET_LINK_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_HEADS_S_FIELD_NUMBER: _ClassVar[int]
     round_index: int
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
@@ -295,7 +296,8 @@ class Round(_message.Message):
     target_forward_s: float
     target_sampling_s: float
     target_link_s: float
-    def __init__(self, round_index: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., accepted: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., round_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_sampling_s: _Optional[float] = ..., target_link_s: _Optional[float] = ...) -> None: ...
+    target_heads_s: float
+    def __init__(self, round_index: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ..., accepted: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., round_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_sampling_s: _Optional[float] = ..., target_link_s: _Optional[float] = ..., target_heads_s: _Optional[float] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
@@ -428,7 +430,7 @@ class Statistics(_message.Message):
     def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ..., num_model_draft_tokens: _Optional[int] = ..., num_model_accepted_tokens: _Optional[int] = ..., num_ngram_draft_tokens: _Optional[int] = ..., num_ngram_accepted_tokens: _Optional[int] = ..., num_suffix_draft_tokens: _Optional[int] = ..., num_suffix_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_prediction_accepted_tokens: _Optional[int] = ..., num_heads_draft_tokens: _Optional[int] = ..., num_heads_accepted_tokens: _Optional[int] = ..., num_paths: _Optional[int] = ..., num_target_changes: _Optional[int] = ..., num_draft_changes: _Optional[int] = ..., num_grammar_draft_tokens: _Optional[int] = ..., num_grammar_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class TimeSplit(_message.Message):
-    __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
+    __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s", "target_heads_s")
     TIME_TO_FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -436,6 +438,7 @@ class TimeSplit(_message.Message):
     TARGET_FORWARD_S_FIELD_NUMBER: _ClassVar[int]
     TARGET_SAMPLING_S_FIELD_NUMBER: _ClassVar[int]
     TARGET_LINK_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_HEADS_S_FIELD_NUMBER: _ClassVar[int]
     time_to_first_token_s: float
     total_s: float
     draft_wait_s: float
@@ -443,7 +446,8 @@ class TimeSplit(_message.Message):
     target_forward_s: float
     target_sampling_s: float
     target_link_s: float
-    def __init__(self, time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_sampling_s: _Optional[float] = ..., target_link_s: _Optional[float] = ...) -> None: ...
+    target_heads_s: float
+    def __init__(self, time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_sampling_s: _Optional[float] = ..., target_link_s: _Optional[float] = ..., target_heads_s: _Optional[float] = ...) -> None: ...
 
 class CoordinatorDescribeResponse(_message.Message):
     __slots__ = ("target", "draft", "draft_absent_reason", "num_speculative_tokens_max", "num_speculative_tokens", "draft_window_max", "draft_nodes_per_step_max", "draft_siblings_max", "targets", "drafts")

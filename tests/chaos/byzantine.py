@@ -24,15 +24,15 @@ EMPTY_NODE = b"\x2a\x00"  # a field `nodes` without content
 CHANCE = random.Random(1)
 
 
-def chain(token_ids: Sequence[int], **more: object) -> list[draft_pb.TreeNode]:
+def chain(token_ids: Sequence[int], **more: object) -> list[types_pb.TreeNode]:
     """A chain of proposal children below the root."""
     return [
-        draft_pb.TreeNode(node_id=number, parent_back=0, token_id=token_id, **more)
+        types_pb.TreeNode(node_id=number, parent_back=0, token_id=token_id, **more)
         for number, token_id in enumerate(token_ids, 1)
     ]
 
 
-def nodes(commit: draft_pb.CommitItem, tree: list[draft_pb.TreeNode], **more: int) -> Item:
+def nodes(commit: draft_pb.CommitItem, tree: list[types_pb.TreeNode], **more: int) -> Item:
     """The item of a tree below this commit, in an epoch of its own, unless `more` says otherwise."""
     own = {"session": commit.session, "incarnation": commit.incarnation}
     own |= {"epoch": commit.committed_length, "root_length": commit.committed_length}
@@ -60,9 +60,9 @@ def unknown_tokens(commit: draft_pb.CommitItem, size: int) -> Messages:
 
 def duplicates(commit: draft_pb.CommitItem, size: int) -> Messages:
     """Each node several times: the same name with other tokens, and many proposal children of one parent."""
-    same_name = [draft_pb.TreeNode(node_id=1, token_id=token_id) for token_id in some(size)]
+    same_name = [types_pb.TreeNode(node_id=1, token_id=token_id) for token_id in some(size)]
     same_parent = [
-        draft_pb.TreeNode(node_id=number, parent_back=number - 1, token_id=token_id)
+        types_pb.TreeNode(node_id=number, parent_back=number - 1, token_id=token_id)
         for number, token_id in enumerate(some(size), 1)
     ]
     yield [nodes(commit, same_name), nodes(commit, same_parent), nodes(commit, same_parent)]
@@ -90,7 +90,7 @@ def wrong_epochs(commit: draft_pb.CommitItem, size: int) -> Messages:
         for incarnation in (0, commit.incarnation - 1, commit.incarnation + 1, UINT32_MAX)
         if incarnation >= 0
     ]
-    yield [nodes(commit, [draft_pb.TreeNode(node_id=9, parent_back=back, token_id=0) for back in (0, 3, 7)])]
+    yield [nodes(commit, [types_pb.TreeNode(node_id=9, parent_back=back, token_id=0) for back in (0, 3, 7)])]
 
 
 def floods(commit: draft_pb.CommitItem, size: int) -> Messages:

@@ -181,7 +181,7 @@ async def test_a_message_beyond_its_limits_costs_the_connection_before_it_is_rea
     if kind == "items":
         items = [missing(1)] * (ITEM_COUNT_MAX + 1)
     else:
-        node = draft_pb.TreeNode(node_id=1)
+        node = types_pb.TreeNode(node_id=1)
         half = draft_pb.NodesItem(session=1, incarnation=1, nodes=[node] * (NODES_PER_MESSAGE_MAX // 2 + 1))
         items = [draft_pb.DraftResponseItem(nodes=half)] * 2
     async with connected(ScriptedDraft(lambda item: [items])) as draft:

@@ -136,7 +136,8 @@ def test_what_is_shown_is_what_came(opened: Open, shape: dict[str, Any]) -> None
 
 def check_times(page: Any, rounds: list[dict[str, Any]]) -> None:
     """Checks the numbers and the parts of the bars of the first rounds."""
-    fields = ("draft_wait_s", "target_link_s", "target_queue_s", "target_forward_s", "target_sampling_s", "round_s")
+    at_target = "target_queue_s", "target_forward_s", "target_sampling_s", "target_heads_s"
+    fields = ("draft_wait_s", "target_link_s", *at_target, "round_s")
     for index, own in enumerate(rounds[:10]):
         row = page.locator("#round-list > li").nth(index)
         numbers = re.findall(r"\d+\.\d\d", row.locator(".numbers").text_content())
@@ -202,9 +203,9 @@ def test_model_text_is_never_markup(opened: Open) -> None:
     are answered for each such text, are found on the page letter by letter, and neither ran nor became elements."""
     page = opened()
     token = {"index": 0, "text": HOSTILE, "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": None}
-    times = dict.fromkeys(("round_s", "draft_wait_s", "target_queue_s", "target_forward_s"), 0.001)
+    times = dict.fromkeys(("round_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_link_s"), 0.001)
     one = {"round_index": 0, "draft_token_ids": [7], "draft_texts": [HOSTILE], "parents": [0], "proposers": [HOSTILE]}
-    one |= {"accepted": [], "num_output_tokens": 1, "target_sampling_s": 0.0, "target_link_s": 0.0, **times}
+    one |= {"accepted": [], "num_output_tokens": 1, "target_sampling_s": 0.0, "target_heads_s": 0.0, **times}
     origin = {"kinds": ["recovered"], "proposers": [None], "text_lengths": [len(HOSTILE)], "rounds": [one]}
     events = [{"choices": [token], "speculative": origin}, {"error": {"message": HOSTILE}}]
     stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)

@@ -54,7 +54,7 @@ LABELLED_SUMS = {
         )
     },
 }
-TIMES = ("draft_wait", "target_queue", "target_forward", "target_sampling", "target_link")
+TIMES = ("draft_wait", "target_queue", "target_forward", "target_sampling", "target_heads", "target_link")
 
 
 def check_sums(page: Page, outcomes: list[Outcome]) -> None:

@@ -29,7 +29,7 @@ SELDOM = (
     "useless text beside three perfect ones",
     "100 times slower from the second minute on",
 )
-PAYING = ("acceptance 0.7, RTT 0 ms", "acceptance 0.7, RTT 7 ms", "acceptance 0.85, RTT 30 ms")
+PAYING = ("acceptance 0.7, RTT 0 ms", "acceptance 0.7, RTT 7 ms", "acceptance 0.85, RTT 30 ms", "head, acceptance 0.7")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.more] * (name in SELDOM)) for name in FAILING])

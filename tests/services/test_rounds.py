@@ -86,7 +86,14 @@ def check_sums(statistics: pb.Statistics, rounds: Sequence[pb.Round]) -> None:
     for proposer, names in PROPOSER_FIELDS.items():
         counts = [getattr(statistics, name) for name in names]
         assert counts == [offered[proposer.value], accepted[proposer.value]], proposer
-    for name in ("draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s"):
+    for name in (
+        "draft_wait_s",
+        "target_queue_s",
+        "target_forward_s",
+        "target_sampling_s",
+        "target_heads_s",
+        "target_link_s",
+    ):
         assert sum(getattr(own, name) for own in rounds) == getattr(statistics.time, name), name
     assert rounds[0].round_s == statistics.time.time_to_first_token_s
     assert sum(own.round_s for own in rounds) == pytest.approx(statistics.time.total_s, rel=1e-9)

@@ -390,6 +390,22 @@ def one_head_late(real: Callable) -> Callable:
     return lambda *arguments: [run._replace(token_ids=run.token_ids[1:]) for run in real(*arguments)]
 
 
+def filed_before(real: Callable) -> Callable:
+    """Nodes of a feature head stand one position before their own; those of a draft where they belong."""
+    return lambda self, epoch, length, *more: real(self, epoch, length - (epoch < 0), *more)
+
+
+def head_draws_reversed(real: Callable) -> Callable:
+    """The siblings that a feature head drew are in hand in the order of the last draws."""
+
+    def mutant(self: Session, *arguments: Any) -> None:
+        real(self, *arguments)
+        for node in self.tree.root.below():
+            node.drawn.reverse()
+
+    return mutant
+
+
 def older_heads_kept(real: Callable) -> Callable:
     """A round without proposals of heads offers those of the round before."""
     kept: dict[int, list] = {}
@@ -711,6 +727,8 @@ HEADS = (
         instead(property(lambda request: len(request.committed) + 1)),
     ),
     Bug("the heads' tokens are offered one position too early", session_module, "head_runs", one_head_late),
+    Bug("a feature head's nodes are filed one position too early", ReceivedTree, "take", filed_before),
+    Bug("what a feature head drew is offered in another order", Session, "_take_head_nodes", head_draws_reversed),
     Bug("the heads of an older round are offered", Session, "_verify_now", older_heads_kept),
     Bug(
         "requests of a step have each other's hidden states",

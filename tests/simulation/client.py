@@ -80,6 +80,11 @@ class Order:
         """Index of the first prompt token that has log-probabilities; 0 if none has."""
         return self.encoder_length + 1 if len(self.prompt) > self.encoder_length + 1 else 0
 
+    @property
+    def has_feature_head(self) -> bool:
+        """Of the texts with heads, a third are drafted by a feature head in the draft's place."""
+        return Proposer.HEADS in self.proposers and self.seed // 2 % 3 == 0
+
     def request(self) -> GenerationRequest:
         """The request as a client sends it."""
         sampling = SamplingParams(
@@ -208,7 +213,7 @@ class Coordinator:
         length_max = len(order.prompt) + order.max_tokens
         choice = fleet.choose(order.request(), number, model, committed, length_max, order.encoder_length)
         policy = order.policy_of(attempt) or choice.policy
-        draft = choice.draft if policy.draft_length_cap else None
+        draft = choice.draft if policy.draft_length_cap and not order.has_feature_head else None
         choice = replace(choice, draft=draft, policy=policy, proposers=frozenset(order.proposers))
         session = Session(
             number,
@@ -219,7 +224,8 @@ class Coordinator:
             committed,
             proposers=self._proposers(order, committed),
             path_max=path_count_max(choice.model.cache, length_max, policy.draft_length_cap),
-            asks_heads=Proposer.HEADS in order.proposers,
+            asks_heads=Proposer.HEADS in order.proposers and not order.has_feature_head,
+            head_drafts=order.has_feature_head,
             scored_index=order.first_scored if order.prompt_logprobs is not None and not output else 0,
         )
         watched = self.watch.on_session(self, session, order)

@@ -13,14 +13,21 @@ from typing import Any
 
 from specdec.decoding.prompt_logprobs import PromptRows, TargetOutput, TargetWork
 from specdec.decoding.proposal import Proposal, ProposalRequest
+from specdec.decoding.verification import VerificationRequest
+from specdec.protocol.calibration import Calibration
+from specdec.protocol.growth import GrowingTree
 from specdec.protocol.heads import HeadToken
 from specdec.protocol.items import Close, Commit, Extend, Nodes, Open, Verification, VerificationResult
+from specdec.protocol.noise import Lane, uniform_bits
+from specdec.protocol.rejection import conclude
 from specdec.protocol.session import Session
-from specdec.protocol.types import DraftProbs, PromptLogprobs, Proposer, Rule, point_mass
+from specdec.protocol.tree import head_epoch
+from specdec.protocol.types import DraftNode, DraftProbs, PromptLogprobs, Proposer, Rule, point_mass
 from specdec.target_service import heads as heads_module
 from tests.simulation.client import Client, Order, earlier_text
 from tests.simulation.clock import Violation
 from tests.simulation.model import (
+    VOCABULARY_SIZE,
     CachedRows,
     cached_paths,
     head_proposals,
@@ -34,6 +41,7 @@ from tests.simulation.model import (
 from tests.simulation.moves import Moves
 from tests.simulation.watched import Path, Watched, is_stale, state_of
 
+FEATURE_HEAD = 9  # its table among those of drafts
 Drawn = tuple[int, Path, int, DraftProbs | None]  # seed, path, the token proposed after it, its distribution
 
 
@@ -66,6 +74,7 @@ class Ledger:
     pairs: set[tuple[int, int]] = field(default_factory=set)  # neighbours in any committed or predicted text
     predicted: set[tuple[int, int]] = field(default_factory=set)  # seed, first token of the prediction
     guessing: set[int] = field(default_factory=set)  # seeds of sessions with proposers of the coordinator
+    head_roots: dict[int, tuple[tuple[DraftNode, ...], Path]] = field(default_factory=dict)  # by identity of the nodes
     of_heads: dict[tuple[int, Path], list[list[HeadToken]]] = field(
         default_factory=dict
     )  # by seed and the path of the row
@@ -132,7 +141,42 @@ class Ledger:
             proposals = head_proposals(self.table, path)
             self.of_heads[requests[index].params.seed, path] = proposals.candidates
             found[index] = outputs[index]._replace(head_proposals=proposals)
+        for index, request in enumerate(requests):
+            if isinstance(request, VerificationRequest) and request.head_plan.window:
+                verdict = conclude(request.params, request, outputs[index])
+                path = (*hidden[index][verdict.last_row], verdict.next_token_id)
+                found[index] = found[index]._replace(head_nodes=self._head_nodes(request, path))
         return found
+
+    def _head_nodes(self, request: VerificationRequest, path: Path) -> tuple[DraftNode, ...]:
+        """The tree of the target's feature head below a path: every token is recorded as proposed."""
+        params, plan, growth = request.params, request.head_plan, GrowingTree(request.params.rule, Calibration())
+        growth.restart(path)
+        is_drawn, sent = params.rule is Rule.REJECTION, []
+        is_chain = plan.nodes_per_step == 1 or (is_drawn and plan.siblings > 0)
+        for _ in range(plan.window):
+            for node in growth.take(plan.nodes_per_step, len(path) + plan.window, is_chain):
+                own = (*path, *(below.token_id for below in growth.path(node)))
+                sent += filter(None, [growth.file(node)])
+                names = [growth.reserve_name() for _ in range(1 + plan.siblings)]
+                bits = (uniform_bits(request.head_secret, Lane.DRAFT, request.round_index, name) for name in names)
+                asked = ProposalRequest(params, own, VOCABULARY_SIZE, tuple(bits) if is_drawn else (), 3)
+                made = proposal_after(self.table, FEATURE_HEAD, asked, own)
+                entries = [(token, made.draft_probs) for token, _ in made.guesses]
+                self.proposals.setdefault((params.seed, own), []).extend(entries[: len(names)] if is_drawn else entries)
+                sent += growth.evaluated(node, names, made.guesses, made.draft_probs)
+        nodes = tuple(sent)
+        self.head_roots[id(nodes)] = nodes, path
+        return nodes
+
+    def _on_head_nodes(self, watched: Watched, answer: VerificationResult) -> None:
+        """A result with nodes of a feature head arrives: they replace those of the result before."""
+        if nodes := answer.output.head_nodes:
+            paths = {0: self.head_roots[id(nodes)][1]}
+            for node in nodes:
+                paths[node.node_id] = (*paths[node.parent_id], node.token_id)
+            name = answer.session, head_epoch(answer.round_index), 1, len(paths[0])
+            watched.arrived(Nodes(*name, nodes), [paths[node.node_id] for node in nodes])
 
     def propose(
         self, draft: int, payloads: Sequence[Sequence[ProposalRequest]], counts: Sequence[int], rows: CachedRows
@@ -257,6 +301,7 @@ class Ledger:
         else:
             if isinstance(answer, VerificationResult):
                 watched.table = stream.process.traits.table
+                self._on_head_nodes(watched, answer)
             hand_over()
 
     def names_of(self, stream: Any, nodes: Nodes) -> list[Path]:

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from specdec.errors import ReplicaUnavailable
-from specdec.protocol.items import Close, Nodes
-from specdec.protocol.types import Description
+from specdec.protocol.items import Close, Nodes, VerificationResult
+from specdec.protocol.types import Description, SamplerOutput
 from specdec.rpc.link import CLOSED
 from tests.simulation.clock import Clock
 from tests.simulation.replica import Process
 
 SILENT_S = 3.0  # a peer silent for this long counts as dead (specdec/rpc/link.py)
 BEHIND_S = 1e-6  # keeps the last item behind the rest despite rounding
-NO_NODES = Nodes(0, 0, 0, 0, ())
+NO_NODES, NO_OUTPUT = Nodes(0, 0, 0, 0, ()), SamplerOutput(())
 RECONNECT_S = 0.01  # a tenth of the real one, so that a draft takes part in more of a short text
 
 
@@ -161,6 +161,11 @@ class Message:
     def nodes(self) -> Any:
         """The nodes in it."""
         return self.item if isinstance(self.item, Nodes) else NO_NODES
+
+    @property
+    def result(self) -> Any:
+        """The sampler output in it."""
+        return self.item.output if isinstance(self.item, VerificationResult) else NO_OUTPUT
 
 
 class Times(NamedTuple):

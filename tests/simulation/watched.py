@@ -161,7 +161,13 @@ class Watched:
                 raise Violation(f"{item} is not the round that was requested there: {first}")
             return
         self.offered_count += len(item.draft_token_ids)
-        if session.plan.siblings or session.proposers or session.asks_heads or session.policy.reach_min:
+        if (
+            session.plan.siblings
+            or session.proposers
+            or session.asks_heads
+            or session.head_drafts
+            or session.policy.reach_min
+        ):
             self._check_tree(item)
             return
         path, in_hand = tuple(committed), []

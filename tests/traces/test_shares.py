@@ -39,6 +39,7 @@ PARTS = {
     "queue": ("target verify", "queue", "queue, summed"),
     "forward": ("chunks", "forward", "forward, summed"),
     "sampling": ("sampling", "sampling, summed"),
+    "heads": ("heads", "heads, summed"),
     "draft": ("draft", "draft, summed"),
 }
 
@@ -139,6 +140,7 @@ def test_shares_of_spans_are_the_statistics_own(
         "queue": 1000 * split.target_queue_s,
         "forward": 1000 * split.target_forward_s,
         "sampling": 1000 * split.target_sampling_s,
+        "heads": 1000 * split.target_heads_s,
     }
     spent_ms = {
         part: sum(ms for (service, name), ms in sums.items() if name in names or f"{service} {name}" in names)
