@@ -31,7 +31,7 @@ from bench.proposers.chat import template_ids
 from bench.proposers.texts import Found, Text, generate, per_second, whole_per_second
 from bench.step.encoder_decoder import StackSteps, measure_stacks, stack_table
 from specdec.chat.template import ChatTemplate
-from specdec.distill.command import prompts_of
+from specdec.distill.written import prompts_of
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS

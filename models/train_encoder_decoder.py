@@ -22,8 +22,9 @@ from models.formatting import Pairs, read_pairs
 from models.sizes import ENCODER_DECODER_SIZES, EncoderDecoderSize
 from models.tokenizer import SPLITS, load_tokenizer
 from models.training import add_run_options, prepare
-from specdec.distill.command import CHECKPOINT_FILE, make_folder, train
+from specdec.distill.command import CHECKPOINT_FILE, train
 from specdec.distill.training import Data, Plan, Trainer, check_checkpoint
+from specdec.distill.written import make_folder
 from specdec.errors import ConfigError
 from specdec.folders import EMBEDDED_MODELS
 from specdec.terminal import make_console

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import track
 
 from specdec.advise.agreement import Agreement, Reader, agreement_along, own_tokens
-from specdec.distill.command import prompts_of, temperatures_of
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextWriter, check_lengths, params_of
+from specdec.distill.written import prompts_of, temperatures_of
 from specdec.engine.interface import CausalModel
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import ModelFolder

@@ -81,6 +81,35 @@ def losses_of(plan: Plan, labels: Labels, logits: Tensor) -> Tensor:
     return torch.stack([LOSSES[plan.loss](*pair) for pair in pairs]).mean(0)
 
 
+def rule_acceptances(
+    labels: Labels, rows: Tensor, temperatures: Tensor, logits: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Returns acceptance by position under each rule at each temperature, such as "COUPLED 0.7".
+
+    rows: [n, hidden], of which `logits` makes [n, tokens]; temperatures: [n] float32, of their texts
+    """
+    found = {}
+    for temperature in temperatures.unique().tolist():
+        at = temperatures == temperature
+        own = Labels(labels.own_ids[at], labels.log_probs[at])
+        if temperature == 0:
+            rules: dict[str, Callable[[Labels, Tensor], Tensor]] = {"GREEDY": greedy_acceptance}
+        else:
+            rules = {
+                "REJECTION": partial(rejection_acceptance, temperature=temperature),
+                "COUPLED": partial(coupled_acceptance, temperature=temperature),
+            }
+        for name, rule in rules.items():
+            found[f"{name} {temperature:g}"] = by_rows(partial(_accepted, rule, logits), own, rows[at])
+    return found
+
+
+def _accepted(
+    rule: Callable[[Labels, Tensor], Tensor], logits: Callable[[Tensor], Tensor], labels: Labels, rows: Tensor
+) -> Tensor:
+    return rule(labels, logits(rows))
+
+
 class DraftLearner:
     """A `Learner`: the model of a draft. `own_size`: its tokens that are proposed, without the one for all others."""
 
@@ -105,28 +134,11 @@ class DraftLearner:
 
     def acceptances(self, batch: Batch) -> dict[str, Tensor]:
         """Returns acceptance by position, by rule and temperature of the text, such as "COUPLED 0.7"."""
-        found = {}
         labels, rows = self._examples(batch)
-        temperatures = batch.temperatures.to(rows.device)
-        for temperature in temperatures.unique().tolist():
-            at = temperatures == temperature
-            own = Labels(labels.own_ids[at], labels.log_probs[at])
-            if temperature == 0:
-                rules: dict[str, Callable[[Labels, Tensor], Tensor]] = {"GREEDY": greedy_acceptance}
-            else:
-                rules = {
-                    "REJECTION": partial(rejection_acceptance, temperature=temperature),
-                    "COUPLED": partial(coupled_acceptance, temperature=temperature),
-                }
-            for name, rule in rules.items():
-                found[f"{name} {temperature:g}"] = by_rows(partial(self._accepted, rule), own, rows[at])
-        return found
+        return rule_acceptances(labels, rows, batch.temperatures.to(rows.device), self._logits)
 
     def _losses(self, labels: Labels, rows: Tensor) -> Tensor:
         return losses_of(self._plan, labels, self._logits(rows))
-
-    def _accepted(self, rule: Callable[[Labels, Tensor], Tensor], labels: Labels, rows: Tensor) -> Tensor:
-        return rule(labels, self._logits(rows))
 
     def _examples(self, batch: Batch) -> tuple[Labels, Tensor]:
         """Returns labels on the device, and final hidden states [n, hidden], of the learned positions."""

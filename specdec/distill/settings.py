@@ -10,6 +10,7 @@ from pydantic import model_validator
 from specdec.protocol.heads import HEADS_MAX
 from specdec.settings import LIMITS, MODEL, OUTPUT, PROMPT, Settings, setting
 
+OF_EAGLE = ("eagle_steps", "eagle_layers")
 OF_NEW_DRAFTS = ("layers", "hidden_size", "target_layers", "draft_vocabulary")
 
 
@@ -44,13 +45,22 @@ class DistillSettings(Settings):
     heads: int = setting(
         0, MODEL, "Train this many heads on the target, one for each later position; 0: a draft.", ge=0, le=HEADS_MAX
     )
+    eagle: bool = setting(False, MODEL, "Train an EAGLE-3 head on the target, which reads its features, not a draft.")
+    eagle_steps: int = setting(
+        5, MODEL, "Steps of the training-time test of --eagle, each a later draft token.", ge=3, le=7
+    )
+    eagle_layers: str = setting(
+        "", MODEL, "Layers whose inputs --eagle reads, such as 2,15,27; absent: 2, n / 2 and n - 3 of n."
+    )
     start: str = setting(
         "", MODEL, "Draft with the target's tokenizer that learns on, folder or hub id; absent: a new one."
     )
     layers: int = setting(1, MODEL, "Layers of a new draft; with an encoder, of its decoder.", ge=1, le=256)
     hidden_size: int = setting(0, MODEL, "Hidden size of a new draft; 0: the target's, and its weights.", ge=0)
     target_layers: str = setting("", MODEL, "Layers it starts from, such as 0,29; absent: first ones, last.")
-    draft_vocabulary: int = setting(0, MODEL, "Tokens of a new draft, those the target uses most; 0: all.", ge=0)
+    draft_vocabulary: int = setting(
+        0, MODEL, "Tokens of a new draft or EAGLE-3 head, those the target uses most; 0: all.", ge=0
+    )
     loss: Literal["kl", "tv", "nla"] = setting("kl", MODEL, "kl: forward KL; tv: total variation; nla: log acceptance.")
     loss_temperatures: str = setting("1", MODEL, "Temperatures of the loss.")
     learning_rate: float = setting(1e-3, MODEL, "Peak learning rate of AdamW.", gt=0, le=1)
@@ -71,9 +81,19 @@ class DistillSettings(Settings):
         given = [f"--{name.replace('_', '-')}" for name in OF_NEW_DRAFTS if name in self.model_fields_set]
         if self.heads and (given or self.start):
             raise ValueError(f"{[*given, '--start'][0]} is for drafts: leave it out with --heads")
+        self._check_eagle([flag for flag in given if flag != "--draft-vocabulary"])
         if self.start and given:
             raise ValueError(f"{given[0]} is for new drafts: leave it out, --start {self.start} keeps its own")
         for flag, folder in (("--target", self.target), ("--start", self.start)):
             if folder and Path(folder).resolve() == self.out.resolve():
                 raise ValueError(f"--out {self.out} is {flag} too; give another folder, and serve that afterwards")
         return self
+
+    def _check_eagle(self, of_drafts: list[str]) -> None:
+        """Checks what cannot be given with --eagle, `of_drafts` among it, or without."""
+        others = [*of_drafts, *["--start"] * bool(self.start), *["--heads"] * bool(self.heads)]
+        if self.eagle and others:
+            raise ValueError(f"{others[0]} is not for EAGLE-3 heads: leave it out with --eagle")
+        own = [name for name in OF_EAGLE if name in self.model_fields_set]
+        if own and not self.eagle:
+            raise ValueError(f"--{own[0].replace('_', '-')} is for EAGLE-3 heads: give --eagle too")

@@ -70,7 +70,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Texts side by side, shorter ones filled up; the learned positions and their labels; of an encoder-decoder model
-    also the encoder's inputs."""
+    also the encoder's inputs; for a head that reads them the target's features."""
 
     inputs: Tensor  # [texts, length] int64, the student's ids
     learned: Tensor  # [texts, length] bool
@@ -78,23 +78,39 @@ class Batch:
     temperatures: Tensor  # [learned positions] float32, of their texts; at most 1: labels say nothing above
     sources: Tensor | None = None  # [texts, input length] int64, the student's ids
     is_source: Tensor | None = None  # [texts, input length] bool
+    features: Tensor | None = None  # [texts, length, features] bfloat16
 
     @property
     def token_count(self) -> int:
         return int(self.learned.sum())
 
 
+class TokenRows(Protocol):
+    """Rows of numbers, one for each token of texts one after another."""
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Returns those of the tokens [start, end) of one text."""
+
+
 class Data:
     """Labelled texts in the student's ids. `begins`: [texts], the first position of each that counts. `own_ids`:
     [target's ids] int64, the student's id of each; None: the same. `unknown`: the id that stands for all others, which
-    has no label."""
+    has no label. `features`: the target's along the texts, for a student that reads them."""
 
-    def __init__(self, texts: LabelledTexts, begins: Tensor, own_ids: Tensor | None, unknown: int = -1) -> None:
+    def __init__(
+        self,
+        texts: LabelledTexts,
+        begins: Tensor,
+        own_ids: Tensor | None,
+        unknown: int = -1,
+        features: TokenRows | None = None,
+    ) -> None:
         self.texts = texts
         self._begins = begins.tolist()
         self._starts = [0, *texts.lengths.cumsum(0).tolist()]
         self._own_ids, self._unknown = own_ids, unknown
         self._sources = texts.inputs
+        self._features = features
 
     def _own(self, ids: Tensor) -> Tensor:
         """Returns the student's ids of the target's.  # int64"""
@@ -116,7 +132,15 @@ class Data:
         likeliest = self._own(texts.likeliest_ids[at])
         labels = Labels(likeliest.where(likeliest != self._unknown, -1), texts.log_probs[at].float())
         sources = padded([self._own(self._sources[index]) for index in indices]) if self._sources else (None, None)
-        return Batch(inputs, learned, labels, torch.cat(temperatures), *sources)
+        features = self._features_of(indices)
+        return Batch(inputs, learned, labels, torch.cat(temperatures), sources[0], sources[1], features)
+
+    def _features_of(self, indices: Sequence[int]) -> Tensor | None:
+        """Returns the features of texts side by side, shorter ones filled up with zeros."""
+        if self._features is None:
+            return None
+        rows = [self._features.rows(self._starts[index], self._starts[index + 1]) for index in indices]
+        return pad_sequence(rows, batch_first=True)
 
     def epoch(self, seed: int, epoch: int, batch_tokens: int) -> list[list[int]]:
         """Returns the batches of an epoch, as indices of texts: the same for the same seed and epoch."""

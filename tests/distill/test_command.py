@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from specdec.cli.main import main
 from specdec.config import DraftSettings
 from specdec.decoding.proposal import proposals
-from specdec.distill.command import distill, plans_of
+from specdec.distill.command import distill
 from specdec.distill.settings import DistillSettings
 from specdec.distill.student import StudentShape, build_student, save_student
+from specdec.distill.written import plans_of
 from specdec.draft_service.drafter import TREE_CELLS
 from specdec.draft_service.service import make_drafter
 from specdec.engine.loading.architectures import SUPPORTED

@@ -12,7 +12,6 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 from specdec.advise.agreement import Reader
-from specdec.distill.command import plans_of
 from specdec.distill.learners import DraftLearner, HeadsLearner, losses_of
 from specdec.distill.plans import records_of
 from specdec.distill.settings import DistillSettings
@@ -20,6 +19,7 @@ from specdec.distill.student import StudentShape, build_student, save_student
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Plan
 from specdec.distill.writing import TextWriter
+from specdec.distill.written import plans_of
 from specdec.engine.heads import load_heads
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder

@@ -10,32 +10,12 @@ import torch
 
 from specdec.distill.learners import HeadsLearner
 from specdec.distill.losses import Labels, certain_acceptance
-from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Plan, Trainer
 from specdec.engine.heads import load_heads
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.transformers_model import read_weights
-from tests.support.distilling import distilled
+from tests.support.distilling import CYCLE, cyclic_texts, distilled
 from tests.support.engine_models import make_tiny_model
-
-CYCLE = 12  # tokens of the texts below: token t is followed by t + 5, modulo this
-TEXT_LENGTH = 20
-
-
-def cyclic_texts(count: int, first: int) -> LabelledTexts:
-    """Texts whose every token follows from the one before, and labels that are nearly certain of it."""
-    starts = torch.arange(first, first + count)[:, None]
-    token_ids = (starts + 5 * torch.arange(TEXT_LENGTH)) % CYCLE  # [texts, length]
-    following = ((token_ids + 5) % CYCLE).flatten()
-    return LabelledTexts(
-        token_ids.flatten().to(torch.int32),
-        torch.stack([following, (following + 1) % CYCLE], 1).to(torch.int32),
-        torch.tensor([0.98, 0.01]).log().to(torch.float16).expand(count * TEXT_LENGTH, 2).contiguous(),
-        torch.full((count,), TEXT_LENGTH, dtype=torch.int32),
-        torch.full((count,), 2, dtype=torch.int32),
-        torch.full((count,), 3, dtype=torch.int32),
-        torch.tensor([0.0, 0.7]).repeat(count)[:count],
-    )
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import tokenizers
 
 from specdec.chat import template as chat_template
 from specdec.chat.template import ChatTemplate
-from specdec.distill.command import plans_of
 from specdec.distill.plans import QUESTION_TOKENS_MAX, Plans, turn_parts
 from specdec.distill.settings import DistillSettings
 from specdec.distill.writing import Passage, TextWriter
+from specdec.distill.written import plans_of
 from specdec.engine.interface import CausalModel
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder

@@ -10,11 +10,11 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.distill.command import plans_of
 from specdec.distill.plans import Plans, recorded_acceptance, records_of, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import Passage, TextOrder, TextWriter
+from specdec.distill.written import plans_of
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError

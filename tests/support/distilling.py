@@ -1,4 +1,4 @@
-"""Runs `specdec distill` as a person does, on a few short texts."""
+"""Runs `specdec distill` as a person does, on a few short texts; and texts that are a rule, to learn within seconds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,27 @@ import pytest
 import torch
 
 from specdec.cli.main import main
+from specdec.distill.texts import LabelledTexts
 
 PROMPTS = "def total\nreturn sum\nfor value in\nif value is not\n"
+CYCLE = 12  # tokens of the texts below: token t is followed by t + 5, modulo this
+TEXT_LENGTH = 20
+
+
+def cyclic_texts(count: int, first: int) -> LabelledTexts:
+    """Texts whose every token follows from the one before, and labels that are nearly certain of it."""
+    starts = torch.arange(first, first + count)[:, None]
+    token_ids = (starts + 5 * torch.arange(TEXT_LENGTH)) % CYCLE  # [texts, length]
+    following = ((token_ids + 5) % CYCLE).flatten()
+    return LabelledTexts(
+        token_ids.flatten().to(torch.int32),
+        torch.stack([following, (following + 1) % CYCLE], 1).to(torch.int32),
+        torch.tensor([0.98, 0.01]).log().to(torch.float16).expand(count * TEXT_LENGTH, 2).contiguous(),
+        torch.full((count,), TEXT_LENGTH, dtype=torch.int32),
+        torch.full((count,), 2, dtype=torch.int32),
+        torch.full((count,), 3, dtype=torch.int32),
+        torch.tensor([0.0, 0.7]).repeat(count)[:count],
+    )
 
 
 def distilled(
