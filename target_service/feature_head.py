@@ -72,7 +72,7 @@ class Drafting:
         base = self.request.base_position
         return position if position < base else base + self.accepted[position - base]
 
-    def room(self) -> bool:
+    def may_send_more(self) -> bool:
         """Whether the nodes of another pass may be sent with their children."""
         plan = self.request.head_plan
         return len(self.nodes) + plan.nodes_per_step * (2 + plan.siblings) <= NODES_PER_ITEM_MAX
@@ -178,7 +178,7 @@ class FeatureHeadDrafter:
     def _take(self, own: Drafting, index: int) -> list[GrowingNode]:
         """Takes a session's nodes of its pass `index`, the root's being 0."""
         plan = own.request.head_plan
-        if own.is_over or index >= plan.window or not own.room():
+        if own.is_over or index >= plan.window or not own.may_send_more():
             return []
         # Nodes in hand decide the rows that are left for siblings: they must not depend on the siblings' tokens.
         is_drawn_tree = plan.siblings > 0 and own.request.params.rule is Rule.REJECTION

@@ -24,8 +24,8 @@ from specdec.engine.backend import Asked, Backend, StepInput, StepResult
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.engine.cpu.kernels import kernels
 from specdec.engine.cpu.llama_parts import PackedEmbedding
+from specdec.engine.eagle.features import keep_states
 from specdec.engine.encoder_decoder import EncoderDecoder
-from specdec.engine.features import FeatureRecorder
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.loading.architectures import architecture_of
 from specdec.engine.loading.config_check import served_positions
@@ -80,7 +80,7 @@ class TransformersModel:
         output = output_layer(model, columns[: share.vocabulary_part] if share else columns, self.backend)
         self.hidden_size: int = model.get_output_embeddings().in_features
         self.asked = Asked()
-        self._recorder: FeatureRecorder | None = None
+        self._states: dict[int, torch.Tensor] = {}  # that enter layers in the last run of the modules
         self._base, shape = base_of(model, description)
         self.backend.replace_modules(self._base)
         self._output: nn.Module = output
@@ -118,7 +118,7 @@ class TransformersModel:
         """See `Features`."""
         if self.description.has_encoder:
             raise ModelRefused("an encoder-decoder model gives no features")
-        self._recorder = FeatureRecorder(self._base, self.layer_count, layer_ids)
+        keep_states(self._base, layer_ids, self._states)
         self.asked.feature_layers = tuple(layer_ids)
 
     def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -149,7 +149,8 @@ class TransformersModel:
             width = self._vocabulary.own_size if self._vocabulary else self.description.vocabulary_size
             logits = hidden.new_empty(0, width, dtype=torch.float32)
         is_finite = self.backend.finite(hidden, logits)
-        features = self._recorder.take() if self._recorder else None
+        states = [self._states.pop(layer_id)[0] for layer_id in self.asked.feature_layers]
+        features = torch.cat(states, -1) if states else None
         return StepResult(logits, is_finite, chosen if self.asked.hidden else None, features)
 
     def counters(self) -> dict[str, float]:

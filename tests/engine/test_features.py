@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from specdec.engine.cpu.kernels import kernels
-from specdec.engine.features import FeatureRecorder
 from specdec.engine.interface import Chunk, Features, RaggedBatch, tree_paths
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from specdec.errors import ModelRefused
 from tests.support.device_models import load_on_device
+from tests.support.encoder_decoder_models import KINDS
 from tests.support.engine_models import (
     DIFFERENT,
     SEVERAL_ARCHITECTURES,
@@ -140,7 +140,9 @@ def test_a_devices_code_has_the_same_features(
     assert is_near(found.cpu(), reference(folder_of(architecture), architecture, TEXT[:35]))
 
 
-def test_a_base_model_without_a_list_of_layers_is_refused() -> None:
-    """Claim: a model whose layers are not found is refused by name, before any step."""
-    with pytest.raises(ModelRefused, match="Linear has no list of its 3 layers"):
-        FeatureRecorder(torch.nn.Linear(2, 2), 3, (0,))
+def test_an_encoder_decoder_model_is_refused(folder_of: Callable[[str], Path]) -> None:
+    """Claim: a model with an encoder, whose cells hold two kinds of positions, gives no features, and says so."""
+    model = load_model(str(folder_of(next(iter(KINDS)))))
+    assert isinstance(model, Features)
+    with pytest.raises(ModelRefused, match="an encoder-decoder model gives no features"):
+        model.return_features((1,))

@@ -170,8 +170,10 @@ class Ledger:
         return nodes
 
     def _on_head_nodes(self, watched: Watched, answer: VerificationResult) -> None:
-        """A result with nodes of a feature head arrives: they replace those of the result before."""
-        if nodes := answer.output.head_nodes:
+        """A result with nodes of a feature head arrives: they replace those of the result before. One that lacks a row
+        is not taken."""
+        flying, nodes = watched.session.in_flight, answer.output.head_nodes
+        if nodes and len(answer.output.recovered_token_ids) == 1 + len(flying.draft_token_ids):
             paths = {0: self.head_roots[id(nodes)][1]}
             for node in nodes:
                 paths[node.node_id] = (*paths[node.parent_id], node.token_id)

@@ -121,8 +121,8 @@ class Checker:
         self.whole = WholeText(folder, "llama", random_head())
 
     def check(self, target: Target, session: int, plan: HeadPlan) -> None:
-        """Fails unless the nodes behind a session's text are those of the plan by the plain network, with the law of a
-        draft service: the same proposals from the same logits, names and draws."""
+        """Fails unless the nodes behind a session's text are those of the plan by the plain network: with the proposals
+        that a draft service makes of the same logits, names and draws."""
         text, nodes = target.texts[session], target.nodes(session)
         params, its = target.session(session).opened.params, target.session(session)
         assert len({node.node_id for node in nodes}) == len(nodes)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def layers_of(base: nn.Module) -> nn.ModuleList:
@@ -28,7 +29,18 @@ def final_norm_of(base: nn.Module) -> nn.Module:
 def states_entering(base: nn.Module, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Within, every forward of a base model leaves in the given mapping, by layer id, the states that enter the layer;
     under the number of layers those that leave the last one, before the final norm.  # [texts, length, hidden]"""
-    layers, found = layers_of(base), dict[int, Tensor]()
+    found = dict[int, Tensor]()
+    hooks = keep_states(base, layer_ids, found)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def keep_states(base: nn.Module, layer_ids: Sequence[int], found: dict[int, Tensor]) -> list[RemovableHandle]:
+    """Makes every later forward of a base model leave in `found` what `states_entering` says; returns its hooks."""
+    layers = layers_of(base)
 
     def entering(layer_id: int) -> Any:
         def keep(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -46,11 +58,7 @@ def states_entering(base: nn.Module, layer_ids: Sequence[int]) -> Iterator[dict[
     ]
     if len(layers) in layer_ids:
         hooks.append(layers[-1].register_forward_hook(leaving))
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hooks
 
 
 def gain_of(norm: nn.Module, hidden_size: int) -> Tensor:

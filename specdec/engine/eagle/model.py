@@ -25,11 +25,14 @@ from specdec.engine.interface import CausalModel, Chunk, Features, RaggedBatch, 
 class HeadPass(Protocol):
     """The passes of a head on a device."""
 
-    def allocate(self, block_count: int, block_size: int) -> PairStorage: ...
+    def allocate(self, block_count: int, block_size: int) -> PairStorage:
+        """Returns storage for the pairs of later passes, zeroed."""
 
-    def reduce(self, features: Tensor) -> Tensor: ...
+    def reduce(self, features: Tensor) -> Tensor:
+        """[rows, layers * target hidden] -> f [rows, hidden], of the target's type"""
 
-    def run(self, chunks: Sequence[PairChunk], embeddings: Tensor, asked: Sequence[int]) -> PassResult: ...
+    def run(self, chunks: Sequence[PairChunk], embeddings: Tensor, asked: Sequence[int]) -> PassResult:
+        """Runs a pass. embeddings: [pairs, hidden] of the target's type; `asked`: pairs whose logits are wanted."""
 
 
 class FeatureTarget(CausalModel, Features, Protocol):

@@ -93,11 +93,10 @@ def load_output(name: str, folder: ModelFolder, dtype_name: str, model: Transfor
     return output_layer(whole, columns, model.backend)
 
 
-def load_embedding(name: str, folder: ModelFolder, dtype_name: str, model: TransformersModel) -> nn.Embedding:
+def load_embedding(name: str, folder: ModelFolder, dtype_name: str, model: TransformersModel) -> torch.Tensor:
     """Returns the whole table of embeddings of the model of which `model` is a share, for rank 0 alone."""
     embedding = embedding_alone(name, folder, dtype_of(folder.config, dtype_name)).get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    return embedding.requires_grad_(False).to(model.backend.device)
+    return embedding.get_parameter("weight").detach().to(model.backend.device)
 
 
 def _agreed_digest(name: str, folder: ModelFolder, group: RankGroup, progress: Progress) -> str:
@@ -141,7 +140,7 @@ class LeaderModel:
         model: TransformersModel,
         group: RankGroup,
         load_output: Callable[[], nn.Module],
-        load_embedding: Callable[[], nn.Embedding],
+        load_embedding: Callable[[], torch.Tensor],
     ) -> None:
         if group.sender is None:
             raise ValueError("only rank 0 leads")
@@ -184,7 +183,7 @@ class LeaderModel:
 
     def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """See `Features`. Of the whole vocabulary: that of the share is a part."""
-        return partial(torch.nn.functional.embedding, weight=self._load_embedding().weight)
+        return partial(torch.nn.functional.embedding, weight=self._load_embedding())
 
     def allocate(self, block_count: int, block_size: int) -> LeaderStorage:
         self._sender.send(pack(Allocate(block_count, block_size)))
