@@ -76,8 +76,9 @@ test-more: install  ## Run the longer tests that make test leaves out (20 to 30 
 test-fast: install  ## Run the unit tests only (under a minute).
 	@$(BIN)/python -m pytest -q -m 'not slow and not more and not lengthy' tests/protocol tests/exactness tests/hygiene tests/rpc
 
-test-clients: install  ## Run programs of others against serve, each in an environment of its own (some 3.7 GB, 15 minutes).
+test-clients: install  ## Run programs of others against serve, and packed folders that others write (some 4.5 GB, 17 minutes).
 	@$(BIN)/python -m tests.clients
+	@$(BIN)/python -m tests.writers
 
 test-long: install  ## Run everything: also large samples, sweeps, 1,000 prompts on and off (hours).
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'

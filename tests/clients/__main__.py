@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.clients.served import CASES, COUNTERS, OBJECTS, SCORES, served
+from tests.support.environments import python_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CLIENT_TIMEOUT_S = 600
@@ -44,11 +43,6 @@ class Foreign:
     script: str
     asked: tuple[str, ...]
     flags: tuple[str, ...] = ()
-
-    @property
-    def environment(self) -> str:
-        """The folder of its environment; clients of the same package share it."""
-        return re.split(r"[\[=]", self.packages[0])[0]
 
 
 CLIENTS = {
@@ -73,18 +67,6 @@ CLIENTS = {
     "lm-eval": Foreign(LM_EVAL, "lm_eval_run.py", tuple(SCORES)),
     "schemathesis": Foreign(("schemathesis==4.32.5",), "schemathesis_run.py", tuple(CASES)),
 }
-
-
-def python_of(name: str, environments: Path) -> Path:
-    """The interpreter of a client's environment, which is made if it is not there. Raises CalledProcessError."""
-    client = CLIENTS[name]
-    folder = environments / client.environment
-    python, done = folder / "bin" / "python", folder / "installed"
-    if not done.is_file() or done.read_text(encoding="utf-8") != " ".join(client.packages):
-        venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *client.packages], check=True)
-        done.write_text(" ".join(client.packages), encoding="utf-8")
-    return python
 
 
 def answers_of(program: Sequence[str | Path], job: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.names or CLIENTS:
             version, client = "", CLIENTS[name]
             try:
-                program = python_of(name, options.environments), SCRIPTS / client.script, *client.flags
+                program = python_of(client.packages, options.environments), SCRIPTS / client.script, *client.flags
                 before = place.counts()
                 found = answers_of(program, place.job)
                 expected = place.expected | {name: count - before[name] for name, count in place.counts().items()}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.clients.__main__ import CLIENTS, SCRIPTS, answers_of, differences
+from tests.support.environments import environment_name
+from tests.writers.__main__ import PACKAGES
 
 
 def test_wrong_and_missing_answers_are_differences() -> None:
@@ -36,9 +38,10 @@ def test_a_failed_client_is_an_error(tmp_path: Path) -> None:
 
 
 def test_every_client_has_its_program() -> None:
-    """Claim: the programs in `scripts/` are those of the clients, and clients that share an environment have the same
+    """Claim: the programs in `scripts/` are those of the clients, and clients and writers that share an environment have the same
     packages, with versions: otherwise each would make it again. Conclusive: both lists are compared whole."""
     assert {path.name for path in SCRIPTS.glob("*.py")} == {client.script for client in CLIENTS.values()}
-    environments = {client.environment: client.packages for client in CLIENTS.values()}
-    assert all(client.packages == environments[client.environment] for client in CLIENTS.values())
-    assert all("==" in package for client in CLIENTS.values() for package in client.packages)
+    every = [client.packages for client in CLIENTS.values()] + [PACKAGES]
+    environments = {environment_name(packages): packages for packages in every}
+    assert all(packages == environments[environment_name(packages)] for packages in every)
+    assert all("==" in package for packages in every for package in packages)
