@@ -51,7 +51,7 @@ MAY_CHANGE = {
     "minutes",
     "patience",
 }  # when a run continues
-CHECKPOINT_FILE = "checkpoint.safetensors"
+CHECKPOINT_FILE = "training.checkpoint"  # in safetensors; engines load every file of that suffix beside a model
 
 
 def layers_of(text: str, flag: str = "--target-layers") -> tuple[int, ...]:

@@ -93,7 +93,7 @@ def test_it_continues_after_a_kill_bit_for_bit(draft: Path, texts: Path, tmp_pat
     before = {file.name: file.stat().st_mtime_ns for file in texts.iterdir()}
     process = subprocess.Popen(command(tmp_path, texts), stderr=subprocess.PIPE, text=True)
     deadline_s = time.monotonic() + 120
-    while not (tmp_path / "checkpoint.safetensors").is_file():
+    while not (tmp_path / "training.checkpoint").is_file():
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.01)
     process.kill()

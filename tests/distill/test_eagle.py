@@ -250,7 +250,7 @@ def test_a_stopped_run_ends_with_the_same_head(target: Path, tmp_path: Path, mon
             distilled_head(patch, target, stopped)
         except KeyboardInterrupt:
             pass
-    assert not (stopped / "model.safetensors").exists() and (stopped / "checkpoint.safetensors").exists()
+    assert not (stopped / "model.safetensors").exists() and (stopped / "training.checkpoint").exists()
     assert distilled_head(monkeypatch, target, stopped) == 0
     found, wanted = (load_file(folder / "model.safetensors") for folder in (stopped, whole))
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
