@@ -38,7 +38,7 @@ def test_a_failed_client_is_an_error(tmp_path: Path) -> None:
 
 
 def test_every_client_has_its_program() -> None:
-    """Claim: the programs in `scripts/` are those of the clients, and clients and writers that share an environment have
+    """Claim: the programs in `scripts/` are those of the clients, and clients and writers that share environments have
     the same packages, with versions: otherwise each would make it again. Conclusive: both lists are compared whole."""
     assert {path.name for path in SCRIPTS.glob("*.py")} == {client.script for client in CLIENTS.values()}
     every = [client.packages for client in CLIENTS.values()] + [PACKAGES]
