@@ -16,7 +16,8 @@
 #include "numbers.h"
 
 enum { TIED = 1, INPUTS = 2, EXCHANGE = 4, FAILING = 8, ABANDONED = 16, HEAD_NORMS = 32, AFTER_NORMS = 64, CENTERED = 128,
-       BIASES = 256, NANS = 512, HIDDEN = 1024, SPANS = 2048, DISTANCES = 4096, CROSS = 8192, UNGATED = 16384 };
+       BIASES = 256, NANS = 512, HIDDEN = 1024, SPANS = 2048, DISTANCES = 4096, CROSS = 8192, UNGATED = 16384,
+       SECONDS = 32768, FEATURES = 65536 };
 
 typedef struct {
     int64_t seed, type, weight_type, activation, block_size, block_count, kv_heads, group, head_size, hidden, between,
@@ -126,6 +127,9 @@ static sd_norm new_norm(int64_t size, const plan *p, int64_t flag) {
     return (sd_norm){numbers_of(size, SD_FLOAT32), bias, 1e-5f, p->n.seed % 2 ? SD_ROUND_FIRST : SD_ROUND_ONCE, is_centered};
 }
 
+// Whether the rows of its model have second inputs.
+static int has_seconds(const plan *p) { return p->n.flags & SECONDS && p->n.layers == 1 && !(p->n.flags & CROSS); }
+
 static sd_layer new_layer(const plan *p) {
     const sizes *n = &p->n;
     int64_t attended = n->kv_heads * n->group * n->head_size, one = n->kv_heads * n->head_size;
@@ -137,7 +141,7 @@ static sd_layer new_layer(const plan *p) {
         .after_mlp = new_norm(n->hidden, p, AFTER_NORMS),
         .query = new_norm(n->head_size, p, HEAD_NORMS),
         .key = new_norm(n->head_size, p, HEAD_NORMS),
-        .qkv = new_weight(attended + 2 * one, n->hidden, p),
+        .qkv = new_weight(attended + 2 * one, has_seconds(p) ? 2 * n->hidden : n->hidden, p),
         .out = new_weight(n->hidden, attended, p),
         .gate = new_weight(n->between, n->hidden, p),
         .up = new_weight(n->between, n->hidden, p),
@@ -185,6 +189,7 @@ static sd_model new_model(const plan *p) {
         .embedding = n->flags & TIED ? NULL : numbers_of(n->vocabulary * n->hidden, (int32_t)n->type),
         .embedding_scale = n->seed % 3 ? 1.0f : 2.5f,
         .residual_scale = n->seed % 5 ? 1.0f : 0.5f,
+        .second = has_seconds(p) ? new_norm(n->hidden, p, 0) : (sd_norm){0},
         .last = new_norm(n->hidden, p, 0),
         .output = new_weight(n->vocabulary, n->hidden, p),
         .logit_scale = n->seed % 7 ? 1.0f : 0.25f,
@@ -205,9 +210,9 @@ static int32_t fail(float *x, int64_t count) { return x[count - 1] == 12345.0f ?
 static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
     const sd_layer *layer = model->layers;
     int32_t type = model->type;
-    int64_t rows = p->rows.count, hidden = model->hidden_size, x_stride = hidden + 5;
+    int64_t rows = p->rows.count, hidden = model->hidden_size, wide = layer->qkv.in_size, x_stride = wide + 5;
     int64_t attended = (int64_t)model->heads * model->head_size, one = (int64_t)model->kv_heads * model->head_size;
-    void *x = numbers_of(rows ? (rows - 1) * x_stride + hidden : 0, type);
+    void *x = numbers_of(rows ? (rows - 1) * x_stride + wide : 0, type);
     int64_t qkv_size = attended + 2 * one;
     char *qkv = memory_of(rows * qkv_size * item_size(type));
     sd_product(&layer->qkv, x, type, x_stride, qkv, type, qkv_size, rows, threads);
@@ -257,6 +262,8 @@ static void run_step(const plan *p, const sd_model *model, int32_t threads) {
     const sizes *n = &p->n;
     int32_t is_abandoned = n->flags & ABANDONED ? 1 : 0;
     int64_t hidden_bytes = p->logit_count * n->hidden * item_size(model->type);
+    const int32_t layers[] = {0, model->layer_count};
+    int64_t feature_count = n->flags & FEATURES ? 2 : 0, feature_size = p->rows.count * feature_count * n->hidden;
     sd_step_arguments asked = {
         .ids = p->ids,
         .inputs = n->flags & INPUTS ? numbers_of(p->rows.count * n->hidden, model->type) : NULL,
@@ -267,12 +274,17 @@ static void run_step(const plan *p, const sd_model *model, int32_t threads) {
         .is_finite = memory_of(p->rows.count),
         .is_abandoned = &is_abandoned,
         .exchange = n->flags & FAILING ? fail : n->flags & EXCHANGE ? keep_sum : NULL,
+        .seconds = has_seconds(p) ? numbers_of(p->rows.count * n->hidden, model->type) : NULL,
+        .feature_layers = layers,
+        .feature_count = feature_count,
+        .features = memory_of(feature_size * item_size(model->type)),
     };
     int32_t code = sd_step(model, &p->rows, &asked, threads);
     add_bits(&code, sizeof code);
     if (code != SD_DONE) return;
     add_numbers(asked.logits, p->logit_count * n->vocabulary, SD_FLOAT32);
     add_bits(asked.is_finite, p->rows.count);
+    add_numbers(asked.features, feature_size, model->type);
     if (asked.hidden) add_numbers(asked.hidden, hidden_bytes / item_size(model->type), model->type);
     int64_t count = n->block_count * n->block_size * n->kv_heads * n->head_size;
     for (int64_t i = 0; i < n->layers; i++) add_numbers(model->layers[i].cache.keys, count, model->type);

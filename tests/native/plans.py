@@ -18,7 +18,8 @@ TIED, INPUTS, EXCHANGE, FAILING, ABANDONED, HEAD_NORMS, AFTER_NORMS, CENTERED, B
     1 << i for i in range(11)
 )
 SPANS, DISTANCES = 1 << 11, 1 << 12
-CROSS, UNGATED = 1 << 13, 1 << 14
+CROSS, UNGATED, SECONDS, FEATURES = 1 << 13, 1 << 14, 1 << 15, 1 << 16
+DRAWN = INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN, DISTANCES, CROSS, UNGATED, SECONDS, FEATURES
 
 
 @dataclass(slots=True)
@@ -112,11 +113,7 @@ def random_sizes(chance: random.Random, seed: int) -> Sizes:
     head_size = chance.choice((2, 4, 6, 8, 10, 16, 18, 32, 40, 64, 66, 80, 96))
     kind = chance.choice(MODEL_TYPES)
     block_size = chance.choice((8, 8, 16, 16, 32, 64))
-    flags = sum(
-        flag
-        for flag in (INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN, DISTANCES, CROSS, UNGATED)
-        if chance.random() < 0.3
-    )
+    flags = sum(flag for flag in DRAWN if chance.random() < 0.3)
     flags |= chance.choice((0, 0, 0, 0, EXCHANGE, EXCHANGE, EXCHANGE | FAILING, ABANDONED))
     weight_type = chance.choice((kind, kind, *MODEL_TYPES, *PACKED_TYPES))
     if weight_type in (kind, *PACKED_TYPES) and chance.random() < 0.5:
