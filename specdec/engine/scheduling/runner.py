@@ -53,7 +53,7 @@ class Computed:
 class StepReport(Generic[Answer]):
     """One outcome per feed, in order: a SpecdecError, the sampler output, or None for rows without logits.
 
-    `hidden_s`: the part of `sampling_s` in which the hidden states were read.
+    `hidden_s`: the part of `sampling_s` in which the hidden states were read; 0 where nothing was wanted of them.
     """
 
     outcomes: list[Answer | SpecdecError | None]
@@ -183,12 +183,12 @@ class StepRunner(Generic[Payload, Answer]):
         if len(results) != len(chosen):
             raise ValueError(f"the sampler gave {len(results)} results for {len(chosen)} requests")
         if self._read_hidden is not None:
-            started_s = time.perf_counter()
+            started_s, sampled = time.perf_counter(), results
             try:
                 results = self._read_hidden(payloads, [chunk for _, chunk in chosen], hidden, results)
             except Exception:  # they decide no text
                 logger.exception("no proposals of heads in a step of %d requests", len(chosen))
-            self._hidden_s += time.perf_counter() - started_s
+            self._hidden_s += 0.0 if results is sampled else time.perf_counter() - started_s
         return results
 
     def _output_alone(
