@@ -37,7 +37,7 @@ STREAM_RESPONSE_BYTES_MAX = 352 << 10
 REQUEST_FIELD_COUNT_MAX = 4096
 PACKED_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_SOFT = 16 << 10
-PART_COUNT_FREE, BYTES_PER_PART_MIN = 1024, 5
+PART_COUNT_FREE, BYTES_PER_PART_MIN = 512, 5
 STAMP_BYTES_MAX = 64  # of the stamp that a message of items may have too
 UNHANDLED_BYTES_MAX, UNHANDLED_BYTES_MIN = 2 << 20, 4 << 10  # of a replica; of one message, however short
 UNTAKEN_ITEM_COUNT_MAX = 1 << 16
@@ -124,8 +124,9 @@ CALLS = (
     Limit(
         "PART_COUNT_FREE",
         PART_COUNT_FREE,
-        "as many biases as a request may have, and one for each BYTES_PER_PART_MIN bytes: the parser makes up to 90 "
-        "bytes of a part, so of a message at most 20 times its size, or 50 kB",
+        "of a small message, and one for each BYTES_PER_PART_MIN bytes: 1024 items that close a session pass, of 8 "
+        "bytes and two parts each; the parser makes up to 90 bytes of a part, so of a message at most 20 times its "
+        "size, or 50 kB",
         f"CoordinatorService/Generate,{STREAMS}.request_parts",
     ),
     Limit(

@@ -77,8 +77,9 @@ def test_the_table_of_rounds() -> None:
         Delta(3, (7,), (accepted,), "d", (1,), rounds=(third,)),
     ]
     assert table_of(deltas).splitlines() == [
-        "round     ms  wait  queue  forward  sampling  link  accepted  next       offered           draft tokens",
-        "    0  12.50  0.00   1.00    10.00      0.25  1.25         0  bonus",
-        "    1  20.00  0.00   0.00     0.00      0.00  0.00         1  recovered  draft 2, ngram 1  4 (5) (6)",
-        "    2   3.00  0.00   0.00     0.00      0.00  0.00         2             heads 2           7 8",
+        "round     ms  wait  queue  forward  sampling  heads  link  accepted  next       offered           draft"
+        " tokens",
+        "    0  12.50  0.00   1.00    10.00      0.25   0.00  1.25         0  bonus",
+        "    1  20.00  0.00   0.00     0.00      0.00   0.00  0.00         1  recovered  draft 2, ngram 1  4 (5) (6)",
+        "    2   3.00  0.00   0.00     0.00      0.00   0.00  0.00         2             heads 2           7 8",
     ]
