@@ -26,6 +26,7 @@ BENCHMARKS = (
     "step",
     "tensor_parallel",
     "startup",
+    "head_pass",
     "loading",
 )
 
