@@ -94,7 +94,7 @@ def step_times_ms(
     return {shape: statistics.median(times) for shape, times in times_ms.items()}
 
 
-def load(folder: Path, dtype: str, has_stable_rows: bool = True) -> TransformersModel:
+def load(folder: Path | str, dtype: str, has_stable_rows: bool = True) -> TransformersModel:
     """A model of `transformers`, as a target's or, without stable rows, a draft's.
 
     Raises ModelRefused for a folder that cannot be used, TypeError for a table model.

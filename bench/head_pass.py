@@ -22,6 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.deepened import load
 from bench.engine.steps import BLOCK_SIZE, time_step
 from bench.pipeline.measurements import Ratio, ratio_of
 from bench.proposers.steps import verification
@@ -32,7 +33,6 @@ from specdec.engine.eagle.model import EagleTarget
 from specdec.engine.eagle.network import EagleHead, default_layers
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.loading.fitting import config_of
-from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.folders import CHAT_MODEL
 from specdec.target_service.feature_head import FeatureHeadDrafter
@@ -77,7 +77,7 @@ def measure(
 ) -> PassMeasurement:
     """Times every shape once a turn; the first turn warms up. Raises ModelRefused."""
     torch.set_num_threads(threads)
-    plain, loaded = load_model(model, "bfloat16"), EagleTarget(load_model(model, "bfloat16"), head)  # type: ignore[arg-type]
+    plain, loaded = load(model, "bfloat16"), EagleTarget(load(model, "bfloat16"), head)
     drafter, size = FeatureHeadDrafter(loaded), loaded.description.vocabulary_size
     batch = verification(1, 1, CONTEXT)
     prompt = Chunk(batch.chunks[0].block_ids, 0, [5] * CONTEXT, 0)

@@ -15,7 +15,7 @@ import torch
 
 from bench.engine.bandwidth import Reader, limit_ms, step_bytes
 from specdec.engine.cache.kv_cache import BlockTable, KVCache
-from specdec.engine.interface import Chunk, RaggedBatch
+from specdec.engine.interface import CausalModel, Chunk, RaggedBatch
 from specdec.engine.transformers_model import TransformersModel
 
 BLOCK_SIZE = 64
@@ -90,7 +90,7 @@ def slots_of(block_ids: Sequence[int]) -> list[int]:
     return [block * BLOCK_SIZE + offset for block in block_ids for offset in range(BLOCK_SIZE)]
 
 
-def time_step(model: TransformersModel, batch: RaggedBatch) -> float:
+def time_step(model: CausalModel, batch: RaggedBatch) -> float:
     """Milliseconds of one forward."""
     started_s = time.perf_counter()
     model.forward(batch)

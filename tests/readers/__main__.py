@@ -44,7 +44,7 @@ class Drafts:
 
     @torch.inference_mode()
     def text(self, prompt: Sequence[int]) -> list[int]:
-        """The target's own greedy text, up to its end, with room for a last chain beyond."""
+        """The target's own greedy text, up to its end, and a last chain beyond it."""
         ids = list(prompt)
         for _ in range(TOKENS + DRAFT_LENGTH):
             ids.append(int(self._model(torch.tensor([ids])).logits[0, -1].argmax()))

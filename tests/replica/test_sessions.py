@@ -274,12 +274,13 @@ async def test_a_message_with_too_many_items_ends_its_stream() -> None:
     Source: 600 kB of empty items silenced a target for longer than 3 s.
     """
     own = Stream(SimpleNamespace(close_stream=lambda _: None, handle=lambda *_: None, load=lambda: (0, 0.0)))
-    empty = draft_pb.DraftRequest(items=[draft_pb.DraftRequestItem()] * ITEM_COUNT_MAX).SerializeToString()
-    await own.run(empty, answers=(Nodes(1, 1, 1, 1, ()),) * 2)
+    unlawful = draft_pb.DraftRequestItem(close={"incarnation": 1 << 28})  # of no session
+    many = draft_pb.DraftRequest(items=[unlawful] * ITEM_COUNT_MAX).SerializeToString()
+    await own.run(many, answers=(Nodes(1, 1, 1, 1, ()),) * 2)
     assert len(own.failures) == ITEM_COUNT_MAX
     own = Stream()
     with pytest.raises(InvalidRequest, match=f"items is {ITEM_COUNT_MAX + 1}; it must be at most {ITEM_COUNT_MAX}"):
-        await own.run(empty + draft_pb.DraftRequest(items=[draft_pb.DraftRequestItem()]).SerializeToString())
+        await own.run(many + draft_pb.DraftRequest(items=[unlawful]).SerializeToString())
     assert not own.failures
     own.stream._answers.extend([Nodes(1, 1, 1, 1, ())] * (ITEM_COUNT_MAX + 1))
     sizes = [len(draft_pb.DraftResponse.FromString(own.stream._message()).items) for _ in range(2)]

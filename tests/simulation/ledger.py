@@ -14,6 +14,7 @@ from typing import Any
 from specdec.decoding.prompt_logprobs import PromptRows, TargetOutput, TargetWork
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.verification import VerificationRequest
+from specdec.engine.interface import Chunk
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import GrowingTree
 from specdec.protocol.heads import HeadToken
@@ -132,7 +133,11 @@ class Ledger:
         return results
 
     def read_heads(
-        self, requests: Sequence[TargetWork], hidden: Sequence[CachedRows], outputs: Sequence[TargetOutput]
+        self,
+        requests: Sequence[TargetWork],
+        _chunks: Sequence[Chunk],
+        hidden: Sequence[CachedRows],
+        outputs: Sequence[TargetOutput],
     ) -> list[TargetOutput]:
         """The heads of a target. The hidden state of a row is the text that the cache holds for it."""
         found = list(outputs)

@@ -58,7 +58,7 @@ def test_a_trace_is_shown_with_where_its_time_went(outcome: Outcome, jaeger: str
         shares = {
             kind: float(share) for kind, share in re.findall(r"^(\w+) +[\d.]+ +([\d.]+)%", done.stdout, re.MULTILINE)
         }
-        assert list(shares) == ["draft", "network", "queue", "forward", "rule", "waiting"]
+        assert list(shares) == ["draft", "network", "queue", "forward", "heads", "rule", "waiting"]
         assert sum(shares.values()) == pytest.approx(100.0, abs=0.5)
         largest = max(shares, key=lambda kind: shares[kind])
         told = re.search(r"Largest part: (\w+), (\d+)%", done.stdout)
