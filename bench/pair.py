@@ -1,5 +1,5 @@
 """`python -m bench.pair`: a target with its draft, over plain decoding of the same services: the chat model with its
-shipped draft, or the two folders of `--target` and `--draft`.
+shipped draft, or the two folders of `--target` and `--draft`, of which the second may be that of an EAGLE-3 head.
 
 Held-out prompts; plain decoding (off) and the service's own choice (auto, all proposers) in turns on every one. The
 target has one core; draft and coordinator share the other. The chat pair answers as many questions of every class,
@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude
+from bench.harness import DRAFT_MODEL
 from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.placement import Placed, description, placed
 from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of, synchronous
@@ -32,11 +33,13 @@ from bench.proposers.texts import Found, Text, generate, per_second, whole_per_s
 from bench.step.encoder_decoder import StackSteps, measure_stacks, stack_table
 from specdec.chat.template import ChatTemplate
 from specdec.distill.written import prompts_of
+from specdec.engine.eagle.folder import is_eagle
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
 
 AUTO = Variant("auto", None, proposers=())  # no names: all that the service has
+WITH_HEAD = Variant("auto", None, proposers=("heads", "ngram", "suffix", "grammar"))  # the draft service is idle then
 GREEDY, SEEDED = RULES_DEFAULT[:2]
 RATE_BARS = {(GREEDY, 0.0): 1.4, (SEEDED, 0.0): 1.3, (GREEDY, 50.0): 1.2, (SEEDED, 50.0): 1.2}  # by rule and RTT in ms
 GIVEN = tuple((rule, 0.0) for rule in (GREEDY, "COUPLED, temperature 1", "REJECTION, temperature 1"))
@@ -52,8 +55,8 @@ Cell = tuple[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What is measured: folders, prompts, ways beside plain decoding, and cells. `encoded`: a prompt as it is sent;
-    `has_encoder`: of the target."""
+    """What is measured: folders, prompts, ways beside plain decoding, auto first, and cells. `encoded`: a prompt as it
+    is sent; `has_encoder`: of the target; `is_head`: the draft is a feature head on it."""
 
     target: Path
     draft: Path
@@ -62,6 +65,7 @@ class Pair:
     variants: tuple[Variant, ...]
     cells: tuple[Cell, ...]
     has_encoder: bool
+    is_head: bool = False
 
 
 def questions(per_class: int) -> list[Prompt]:
@@ -75,21 +79,25 @@ def questions(per_class: int) -> list[Prompt]:
 
 def pair_of(asked: argparse.Namespace) -> Pair:
     """Returns the pair of the flags. Raises ConfigError."""
+    variants: tuple[Variant, ...]
     given = asked.target, asked.draft, asked.prompts
     if any(given) and not all(given):
         raise ConfigError("--target, --draft and --prompts go together: without all of them it is the chat pair")
     if all(given):
         prompts = [Prompt(str(index), "given", text) for index, text in enumerate(prompts_of(asked.prompts))]
         template = ChatTemplate.read(asked.target)
-        variants: tuple[Variant, ...] = AUTO, synchronous(asked.draft_tokens)
+        fixed = synchronous(asked.draft_tokens)
+        is_head = is_eagle(asked.draft)
+        variants = (WITH_HEAD, replace(fixed, proposers=("heads",))) if is_head else (AUTO, fixed)
     else:
         asked.target = open_model_folder(CHAT_MODEL).path
         prompts, template = questions(asked.per_class), ChatTemplate.read(asked.target)
-        variants = (AUTO,)
+        variants, is_head = (AUTO,), False
     encode = (lambda prompt: prompt.prompt) if template is None else (lambda prompt: template_ids(template, prompt))
     draft, cells = asked.draft or CHAT_DRAFT, GIVEN if asked.draft else tuple(RATE_BARS)
     has_encoder = open_model_folder(str(asked.target)).has_encoder
-    return Pair(asked.target, draft, prompts[: asked.prompt_count or None], encode, variants, cells, has_encoder)
+    chosen = prompts[: asked.prompt_count or None]
+    return Pair(asked.target, draft, chosen, encode, variants, cells, has_encoder, is_head)
 
 
 def texts_of(place: Placed, cell: Cell, pair: Pair, tokens: int) -> Found:
@@ -100,7 +108,7 @@ def texts_of(place: Placed, cell: Cell, pair: Pair, tokens: int) -> Found:
     for prompt in track([pair.prompts[0], *pair.prompts], f"{rule}, RTT {rtt_ms:g} ms", console=Console(stderr=True)):
         for variant in (OFF, *pair.variants):
             request = request_of(variant, rule, pair.encoded(prompt), tokens, ignore_eos=False)
-            stub = place.stubs[0 if variant == AUTO else -1]
+            stub = place.stubs[0 if variant is pair.variants[0] else -1]
             found.add(variant.name, prompt.name, generate(stub, request))
     return found
 
@@ -137,10 +145,11 @@ def ratio_over_off(found: Found, variant: Variant, of: Callable[[Text], float] =
 
 
 def model_share(texts: Sequence[Text]) -> float:
-    """Accepted of all verified draft tokens of the draft model, those after a rejected one among them."""
+    """Accepted of all verified draft tokens of the draft model or head, those after a rejected one among them."""
     counts = [text.statistics for text in texts]
-    proposed = sum(each.num_model_draft_tokens for each in counts)
-    return sum(each.num_model_accepted_tokens for each in counts) / max(1, proposed)
+    proposed = sum(each.num_model_draft_tokens + each.num_heads_draft_tokens for each in counts)
+    accepted = sum(each.num_model_accepted_tokens + each.num_heads_accepted_tokens for each in counts)
+    return accepted / max(1, proposed)
 
 
 def acceptance(texts: Sequence[Text]) -> float:
@@ -157,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     flags = argparse.ArgumentParser(prog="python -m bench.pair", description=(__doc__ or "").splitlines()[0])
     flags.add_argument("--target", type=Path, help="folder of the target (the chat model)")
-    flags.add_argument("--draft", type=Path, help="folder of its draft (the chat model's)")
+    flags.add_argument("--draft", type=Path, help="folder of its draft, or of an EAGLE-3 head on it (the chat model's)")
     flags.add_argument("--prompts", type=Path, help="prompts of a given pair: one a line, or .jsonl with `prompt`")
     flags.add_argument("--prompt-count", type=int, default=0, help="first prompts; 0: all (%(default)s)")
     flags.add_argument("--draft-tokens", type=int, default=7, help="of a round of a given pair (%(default)s)")
@@ -174,7 +183,9 @@ def main() -> int:
     console = Console(width=150)
     try:
         pair = pair_of(asked)
-        with placed(pair.target, "bfloat16", "auto", draft_model=pair.draft) as place:
+        head = {"heads": str(pair.draft)} if pair.is_head else None
+        draft = DRAFT_MODEL if pair.is_head else pair.draft
+        with placed(pair.target, "bfloat16", "auto", draft_model=draft, target=head) as place:
             hardware = description(place)
             found = {cell: texts_of(place, cell, pair, asked.tokens) for cell in pair.cells}
     except SpecdecError as error:
