@@ -30,6 +30,7 @@ COLOURS = {"enum": ["red", {"x": "green"}]}
 LIST = {"json_schema": {"type": "array", "items": COLOURS, "minItems": 20, "maxItems": 24}}
 WIDTH, LENGTH_MAX = 4, 330
 MEANWHILE = 2  # tokens that each text has when a target is lost
+TRIES = 5  # of what needs texts beside each other
 KEYS = {
     "type": "object",
     "properties": {f"the_{name}_of_the_house": {"type": "boolean"} for name in ("colour", "street", "number")},
@@ -126,15 +127,18 @@ def undisturbed(services: Services) -> list[tuple]:
 def test_texts_under_a_grammar_are_preempted(services: Services, undisturbed: list[tuple]) -> None:
     """Claim: texts under a grammar that take each other's cache blocks are those that they are alone, with space.
     Conclusive: the cache holds the beginnings of four and not their ends, the statistics count preemptions, and guesses
-    were accepted; compared in full."""
+    were accepted; compared in full. On a busy machine texts may follow each other: then all are asked for again."""
     cache = services.client.described().target.cache
     size = cache.bytes // cache.block_count * (4 + LENGTH_MAX // cache.block_size)
     settings = TargetSettings(model=str(MODELS / "target"), port=0, threads=1, kv_cache_bytes=size, log_level="error")
     with start("target", settings) as target, services.coordinator_with(target=(target.wait_ready(),)) as client:
-        outcomes = client.generate_all(long_texts(), WIDTH)
-    assert [outcome.comparable for outcome in outcomes] == undisturbed
-    assert sum(outcome.finished.statistics.preemptions for outcome in outcomes) > 0
-    assert all(outcome.finished.statistics.num_grammar_accepted_tokens > 0 for outcome in outcomes)
+        for _ in range(TRIES):
+            outcomes = client.generate_all(long_texts(), WIDTH)
+            assert [outcome.comparable for outcome in outcomes] == undisturbed
+            assert all(outcome.finished.statistics.num_grammar_accepted_tokens > 0 for outcome in outcomes)
+            if preemption_count := sum(outcome.finished.statistics.preemptions for outcome in outcomes):
+                break
+    assert preemption_count > 0
 
 
 @pytest.mark.more
