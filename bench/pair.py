@@ -158,8 +158,9 @@ def acceptance(texts: Sequence[Text]) -> float:
 
 
 def rate(texts: Sequence[Text]) -> float:
-    """Tokens per second of all texts together."""
-    return sum(len(text.token_ids) for text in texts) / sum(len(text.token_ids) / text.tokens_per_s for text in texts)
+    """Tokens per second of all texts together; one of a single token has none."""
+    timed = [text for text in texts if text.tokens_per_s]
+    return sum(len(text.token_ids) for text in timed) / sum(len(text.token_ids) / text.tokens_per_s for text in timed)
 
 
 def parser() -> argparse.ArgumentParser:
