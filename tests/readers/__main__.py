@@ -12,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = options.prompts.read_text(encoding="utf-8").splitlines()[: options.count]
     prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
     job = {"target": options.target, "head": str(options.head), "prompts": prompts}
-    told = json.dumps(job | {"draft_length": DRAFT_LENGTH, "token_count": TOKENS})
     python = vllm_python(options.environments)
-    done = subprocess.run([python, SCRIPT], input=told, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        return 1
-    report = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"  # vLLM's processes print after it
+        job |= {"draft_length": DRAFT_LENGTH, "token_count": TOKENS, "report": str(file)}
+        done = subprocess.run([python, SCRIPT], input=json.dumps(job), capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.stderr.write(done.stderr)
+            return 1
+        report = json.loads(file.read_text(encoding="utf-8"))
     own = Drafts(options.target, options.head)
     table, is_equal = Table("prompt", "tokens", "drafts", "accepted by position", f"vLLM {report['version']}"), True
     for index, (prompt, theirs) in enumerate(zip(prompts, report["answers"], strict=True)):

@@ -1,11 +1,12 @@
-"""vLLM: greedy texts with an EAGLE-3 head. Reads {"target", "head", "prompts", "draft_length", "token_count"} from
-stdin; prints its version and, of each prompt, the tokens, the number of drafts, and how many had their draft token
-accepted at each position."""
+"""vLLM: greedy texts with an EAGLE-3 head. Reads {"target", "head", "prompts", "draft_length", "token_count",
+"report"} from stdin; writes its version and, of each prompt, the tokens, the number of drafts, and how many had their
+draft token accepted at each position, to the file `report`."""
 
 import json
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -40,7 +41,7 @@ def main() -> None:
         accepted = [own - other for own, other in zip(after[1], before[1])]
         answers.append({"tokens": tokens, "drafts": after[0] - before[0], "accepted": accepted})
         before = after
-    print(json.dumps({"version": version("vllm"), "answers": answers}))
+    Path(job["report"]).write_text(json.dumps({"version": version("vllm"), "answers": answers}))
 
 
 if __name__ == "__main__":
