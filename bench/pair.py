@@ -1,5 +1,5 @@
 """`python -m bench.pair`: a target with its draft, over plain decoding of the same services: the chat model with its
-shipped draft, or the two folders of `--target` and `--draft`, of which the second may be that of an EAGLE-3 head.
+shipped draft, or the two folders of `--target` and `--draft`, or of `--heads`, an EAGLE-3 head on the target.
 
 Held-out prompts; plain decoding (off) and the service's own choice (auto, all proposers) in turns on every one. The
 target has one core; draft and coordinator share the other. The chat pair answers as many questions of every class,
@@ -33,7 +33,6 @@ from bench.proposers.texts import Found, Text, generate, per_second, whole_per_s
 from bench.step.encoder_decoder import StackSteps, measure_stacks, stack_table
 from specdec.chat.template import ChatTemplate
 from specdec.distill.written import prompts_of
-from specdec.engine.eagle.folder import is_eagle
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
@@ -80,24 +79,24 @@ def questions(per_class: int) -> list[Prompt]:
 def pair_of(asked: argparse.Namespace) -> Pair:
     """Returns the pair of the flags. Raises ConfigError."""
     variants: tuple[Variant, ...]
-    given = asked.target, asked.draft, asked.prompts
+    given = asked.target, asked.heads or asked.draft, asked.prompts
     if any(given) and not all(given):
-        raise ConfigError("--target, --draft and --prompts go together: without all of them it is the chat pair")
+        what = "--target, --draft or --heads, and --prompts"
+        raise ConfigError(f"{what} go together: without all of them it is the chat pair")
     if all(given):
         prompts = [Prompt(str(index), "given", text) for index, text in enumerate(prompts_of(asked.prompts))]
         template = ChatTemplate.read(asked.target)
         fixed = synchronous(asked.draft_tokens)
-        is_head = is_eagle(asked.draft)
-        variants = (WITH_HEAD, replace(fixed, proposers=("heads",))) if is_head else (AUTO, fixed)
+        variants = (WITH_HEAD, replace(fixed, proposers=("heads",))) if asked.heads else (AUTO, fixed)
     else:
         asked.target = open_model_folder(CHAT_MODEL).path
         prompts, template = questions(asked.per_class), ChatTemplate.read(asked.target)
-        variants, is_head = (AUTO,), False
+        variants = (AUTO,)
     encode = (lambda prompt: prompt.prompt) if template is None else (lambda prompt: template_ids(template, prompt))
-    draft, cells = asked.draft or CHAT_DRAFT, GIVEN if asked.draft else tuple(RATE_BARS)
+    draft, cells = given[1] or CHAT_DRAFT, GIVEN if all(given) else tuple(RATE_BARS)
     has_encoder = open_model_folder(str(asked.target)).has_encoder
     chosen = prompts[: asked.prompt_count or None]
-    return Pair(asked.target, draft, chosen, encode, variants, cells, has_encoder, is_head)
+    return Pair(asked.target, draft, chosen, encode, variants, cells, has_encoder, asked.heads is not None)
 
 
 def texts_of(place: Placed, cell: Cell, pair: Pair, tokens: int) -> Found:
@@ -167,7 +166,8 @@ def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     flags = argparse.ArgumentParser(prog="python -m bench.pair", description=(__doc__ or "").splitlines()[0])
     flags.add_argument("--target", type=Path, help="folder of the target (the chat model)")
-    flags.add_argument("--draft", type=Path, help="folder of its draft, or of an EAGLE-3 head on it (the chat model's)")
+    flags.add_argument("--draft", type=Path, help="folder of its draft (the chat model's)")
+    flags.add_argument("--heads", type=Path, help="folder of an EAGLE-3 head on the target, in place of a draft")
     flags.add_argument("--prompts", type=Path, help="prompts of a given pair: one a line, or .jsonl with `prompt`")
     flags.add_argument("--prompt-count", type=int, default=0, help="first prompts; 0: all (%(default)s)")
     flags.add_argument("--draft-tokens", type=int, default=7, help="of a round of a given pair (%(default)s)")

@@ -50,7 +50,7 @@ def test_flags_of_a_pair_go_together(monkeypatch: pytest.MonkeyPatch, capsys: py
     """Claim: a target without a draft or prompts is refused in one line, before anything is started."""
     monkeypatch.setattr(sys, "argv", ["pair", "--target", "/tmp"])
     assert pair.main() == 1
-    assert "--target, --draft and --prompts go together" in capsys.readouterr().err
+    assert "--target, --draft or --heads, and --prompts go together" in capsys.readouterr().err
 
 
 def test_acceptance_is_of_tested_tokens() -> None:
