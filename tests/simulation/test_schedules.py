@@ -28,7 +28,7 @@ def check_schedules(first: int, count: int) -> Tally:
     )
     assert tally.offered_count > 3 * count and tally.accepted_count > 1.5 * count, str(tally)
     assert tally.scored_count > count / 2, str(tally)
-    assert tally.tree_count > count and 5_000 * tally.few_faults_count <= count, str(tally)
+    assert tally.tree_count > count and 500 * tally.few_faults_count <= count, str(tally)
     return tally
 
 
@@ -38,8 +38,8 @@ def test_schedules_keep_every_property() -> None:
 
     Conclusive because session, tree, draft, verifier and cache are the real ones, the text is known beforehand, each
     schedule commits at least 20 tokens under at least 3 faults (counted when they had an effect, all kinds alike; one
-    in 5,000 may end before its third), the draft takes part, and test_planted_bugs.py shows that the properties notice
-    bugs.
+    in 500 may end before its third, as texts with a head have few messages), the draft takes part, and
+    test_planted_bugs.py shows that the properties notice bugs.
     """
     assert check_schedules(0, SCHEDULE_COUNT).count == SCHEDULE_COUNT
 
