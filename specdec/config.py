@@ -72,7 +72,7 @@ class EngineSettings(Settings):
         "auto", MODEL, "Device of the model: cpu, cuda or cuda:1; auto selects a GPU if there is one."
     )
     threads: int = setting(
-        0, MODEL, "CPU threads of each model or rank; 0: one per core, with serve half of them.", ge=0, le=1024
+        0, MODEL, "CPU threads of each model or rank; 0: one per core; serve with a draft: half of them.", ge=0, le=1024
     )
     max_model_len: int | None = setting(
         None,
@@ -382,7 +382,8 @@ class ServeSettings(
         schemas = EngineSettings, PrefixSettings, HeadSettings, SplitSettings
         own = SHARED.union(*(schema.model_fields for schema in schemas))
         own &= service.model_fields.keys()
-        threads = self.threads or max(1, (os.cpu_count() or 1) // 2)  # two models share this machine
+        model_count = 1 + self.has_draft  # that share this machine
+        threads = self.threads or max(1, (os.cpu_count() or 1) // model_count)
         given = {name: getattr(self, name) for name in own}
         return {**given, "port": 0, "threads": threads, "metrics_address": self._metrics_address(place)}
 

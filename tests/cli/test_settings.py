@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pydantic
 import pytest
 
@@ -260,6 +262,13 @@ def test_serve_gives_its_settings_to_the_three():
     assert (coordinator.target, coordinator.draft) == ((here,), (there,))
     assert target.threads == draft.threads == 3 and coordinator.max_num_seqs == target.max_num_seqs == 5
     assert not coordinator.link_tls.has_tls
+
+
+def test_a_target_without_a_draft_has_all_cores(monkeypatch):
+    """Claim: two models share the cores of a machine, one alone has them all."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    threads = [ServeSettings(draft_model=draft).target_settings().threads for draft in ("d", "none")]
+    assert threads == [3, 6]
 
 
 @pytest.mark.parametrize(
