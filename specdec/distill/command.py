@@ -2,7 +2,7 @@
 target's own text.
 
 First the target writes texts, with its distribution at every position; they lie in OUT/texts and are used again. Then a
-student learns them: a new one, or a draft that learns on. Both parts continue where they were stopped.
+student learns them: a new one, or a draft or EAGLE-3 head that learns on. Both parts continue where they were stopped.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from specdec.distill.student import (
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Learner, Plan, Progress, Trainer, check_checkpoint
 from specdec.distill.written import WrittenTexts, make_folder, recorded_features, temperatures_of, written_texts
-from specdec.engine.eagle.folder import save_eagle, target_facts
+from specdec.engine.eagle.folder import load_eagle, save_eagle, target_facts
+from specdec.engine.eagle.network import EagleHead
 from specdec.engine.heads import save_heads
 from specdec.engine.loading.devices import find_device, prepare_libraries
 from specdec.engine.loading.model_folder import ModelFolder, open_model_folder
 from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
+from specdec.folders import expanded
 from specdec.terminal import make_console
 
 MAY_CHANGE = {
@@ -75,15 +77,18 @@ def distill(
     folder = open_model_folder(settings.target)
     temperatures_of(settings.loss_temperatures, "--loss-temperatures", False)
     check_shape(folder, shape_of(settings))
-    start = open_start(settings.start, folder) if settings.start else None
+    start = open_start(settings.start, folder) if settings.start and not settings.eagle else None
+    head = load_eagle(expanded(settings.start), target_facts(folder)) if settings.start and settings.eagle else None
     check_checkpoint(settings.out / CHECKPOINT_FILE, kept_settings(settings))
-    layers = feature_layers(folder, layers_of(settings.eagle_layers, "--eagle-layers")) if settings.eagle else ()
+    layers = head.config.aux_layer_ids if head else ()
+    if settings.eagle and not head:
+        layers = feature_layers(folder, layers_of(settings.eagle_layers, "--eagle-layers"))
     written = written_texts(settings, folder, start, device, console)
     texts, heldout = written.learned.texts, written.heldout.texts
     make_folder(settings.out, "--out")
-    plan = plan_of(settings, device, digest_of(start, texts, heldout))
+    plan = plan_of(settings, device, digest_of(start or head, texts, heldout))
     if settings.eagle:
-        learn_eagle(settings, folder, plan, written, layers, clock, console)
+        learn_eagle(settings, folder, head, plan, written, layers, clock, console)
     elif settings.heads:
         learn_heads(settings, folder, plan, texts, heldout, clock, console)
     else:
@@ -177,23 +182,26 @@ def learn_heads(
 def learn_eagle(
     settings: DistillSettings,
     folder: ModelFolder,
+    head: EagleHead | None,
     plan: Plan,
     written: WrittenTexts,
     layers: tuple[int, ...],
     clock: Callable[[], float],
     console: Console,
 ) -> None:
-    """Trains an EAGLE-3 head on the target and saves it. Raises SpecdecError."""
+    """Trains an EAGLE-3 head on the target, a new one without `head`, and saves it. Raises SpecdecError."""
     texts, heldout = written.learned, written.heldout
-    size = settings.draft_vocabulary
-    token_ids = most_used(texts.texts, size, folder.end_token_ids) if size else torch.arange(folder.token_string_count)
     target = read_weights(settings.target, folder, folder.digest, torch.float32).eval().requires_grad_(False)
     features, tested_features = (
         recorded_features(target, layers, own, plan.device, console) for own in (texts, heldout)
     )
-    sizes = head_sizes(target.config, target_facts(folder), layers, len(token_ids))
-    head = new_head(target, sizes, token_ids, features.sizes(len(layers)), plan.seed)
-    learner = EagleLearner(head, target.get_input_embeddings().weight, settings.eagle_steps, plan)
+    if head is None:
+        size, count = settings.draft_vocabulary, folder.token_string_count
+        token_ids = most_used(texts.texts, size, folder.end_token_ids) if size else torch.arange(count)
+        sizes = head_sizes(target.config, target_facts(folder), layers, len(token_ids))
+        head = new_head(target, sizes, token_ids, features.sizes(len(layers)), plan.seed)
+    table = target.get_input_embeddings() if head.embed_tokens is None else head.embed_tokens
+    learner = EagleLearner(head.train().requires_grad_(), table.weight.detach(), settings.eagle_steps, plan)
     del target  # but for its embeddings: the features are read
     learned = Data(texts.texts, texts.texts.learned_from, None, features=features)
     tested = Data(heldout.texts, heldout.texts.answered_from, None, features=tested_features)
@@ -201,7 +209,7 @@ def learn_eagle(
     train(trainer, "the head learns", console)
     save_eagle(head, settings.out)
     facts = facts_of(settings, trainer)
-    write_facts(settings.out, facts | {"share": share_of(token_ids, heldout.texts), "layers": layers})
+    write_facts(settings.out, facts | {"share": share_of(head.target_ids, heldout.texts), "layers": layers})
     served = f"specdec target --model {settings.target} --heads {settings.out}"
     console.print(f"{settings.out} holds the head; serve it: {served}", soft_wrap=True)
 
@@ -213,10 +221,13 @@ def facts_of(settings: DistillSettings, trainer: Trainer) -> dict[str, Any]:
     return facts
 
 
-def digest_of(start: Start | None, *parts: LabelledTexts) -> str:
-    """Returns a digest of the draft that learns on, if one does, and of texts: their tokens, which decide a new
+def digest_of(start: Start | EagleHead | None, *parts: LabelledTexts) -> str:
+    """Returns a digest of the draft or head that learns on, if one does, and of texts: their tokens, which decide a new
     student's vocabulary, and everything after them."""
-    whole = hashlib.sha256(start.folder.digest().encode() if start else b"")
+    whole = hashlib.sha256(start.folder.digest().encode() if isinstance(start, Start) else b"")
+    if isinstance(start, EagleHead):
+        for tensor in start.state_dict().values():
+            whole.update(tensor.numpy().tobytes())
     for part in parts:
         for tensor in (part.token_ids, part.likeliest_ids, part.log_probs, part.input_ids):
             whole.update(tensor.numpy().tobytes())

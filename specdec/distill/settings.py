@@ -53,7 +53,10 @@ class DistillSettings(Settings):
         "", MODEL, "Layers whose inputs --eagle reads, such as 2,15,27; absent: 2, n / 2 and n - 3 of n."
     )
     start: str = setting(
-        "", MODEL, "Draft with the target's tokenizer that learns on, folder or hub id; absent: a new one."
+        "",
+        MODEL,
+        "Draft with the target's tokenizer that learns on, folder or hub id, or with --eagle a head; absent: a new "
+        "one.",
     )
     layers: int = setting(1, MODEL, "Layers of a new draft; with an encoder, of its decoder.", ge=1, le=256)
     hidden_size: int = setting(0, MODEL, "Hidden size of a new draft; 0: the target's, and its weights.", ge=0)
@@ -82,8 +85,9 @@ class DistillSettings(Settings):
         if self.heads and (given or self.start):
             raise ValueError(f"{[*given, '--start'][0]} is for drafts: leave it out with --heads")
         self._check_eagle([flag for flag in given if flag != "--draft-vocabulary"])
+        given += ["--eagle-layers"] * ("eagle_layers" in self.model_fields_set)
         if self.start and given:
-            raise ValueError(f"{given[0]} is for new drafts: leave it out, --start {self.start} keeps its own")
+            raise ValueError(f"{given[0]} is for what is new: leave it out, --start {self.start} keeps its own")
         for flag, folder in (("--target", self.target), ("--start", self.start)):
             if folder and Path(folder).resolve() == self.out.resolve():
                 raise ValueError(f"--out {self.out} is {flag} too; give another folder, and serve that afterwards")
@@ -91,7 +95,7 @@ class DistillSettings(Settings):
 
     def _check_eagle(self, of_drafts: list[str]) -> None:
         """Checks what cannot be given with --eagle, `of_drafts` among it, or without."""
-        others = [*of_drafts, *["--start"] * bool(self.start), *["--heads"] * bool(self.heads)]
+        others = [*of_drafts, *["--heads"] * bool(self.heads)]
         if self.eagle and others:
             raise ValueError(f"{others[0]} is not for EAGLE-3 heads: leave it out with --eagle")
         own = [name for name in OF_EAGLE if name in self.model_fields_set]

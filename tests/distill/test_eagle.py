@@ -258,6 +258,30 @@ def test_a_stopped_run_ends_with_the_same_head(target: Path, tmp_path: Path, mon
     assert acceptances[0] == acceptances[1] and len(acceptances[0]) > 2
 
 
+def test_a_head_learns_on(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Claim: with --start a head begins as it is in its folder, which is not changed, keeps layers and tokens, and
+    learns on; a folder that is no head of the target is refused by name.
+
+    Conclusive: with a learning rate that changes no weight the result has the bits of the start.
+    """
+    first, on, same = (tmp_path / name for name in ("first", "on", "same"))
+    assert distilled_head(monkeypatch, target, first, "--eagle-layers", "0,3", tokens=600) == 0
+    before = {file: file.read_bytes() for file in first.iterdir() if file.is_file()}
+    told = ("--eagle", "--eagle-steps", "3", "--texts", str(first / "texts"), "--start", str(first))
+    assert distilled(monkeypatch, target, on, *told) == 0
+    began, ended = (history_of(folder)[-1]["acceptance"] for folder in (first, on))
+    assert all(ended[name] > began[name] for name in began if name.startswith("REJECTION 1"))
+    assert distilled(monkeypatch, target, same, *told, "--learning-rate", "1e-30") == 0
+    wanted, kept = (load_file(folder / "model.safetensors") for folder in (first, same))
+    assert wanted.keys() == kept.keys() and all(torch.equal(kept[name], wanted[name]) for name in wanted)
+    assert not torch.equal(load_file(on / "model.safetensors")["fc.weight"], wanted["fc.weight"])
+    assert before == {file: file.read_bytes() for file in before}
+    assert distilled(monkeypatch, target, tmp_path / "none", *told[:-1], str(target)) != 0
+    assert "architectures is" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma3", "gpt_neox", "cohere", "phi3"])
 def test_other_families_have_heads(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +313,7 @@ def test_a_head_of_a_packed_target(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 REFUSED: Sequence[tuple[tuple[str, ...], str]] = [
     (("--layers", "2"), "--layers is not for EAGLE-3 heads: leave it out with --eagle"),
-    (("--start", "a/draft"), "--start is not for EAGLE-3 heads: leave it out with --eagle"),
+    (("--start", "a/head"), "--draft-vocabulary is for what is new: leave it out, --start a/head keeps its own"),
     (("--heads", "2"), "--draft-vocabulary is for drafts: leave it out with --heads"),
     (("--eagle-steps", "8"), "eagle-steps"),
     (("--eagle-layers", "2,1"), "--eagle-layers is [2, 1]; it must name at most 8 of 0 to 3, ascending"),
