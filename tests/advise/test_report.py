@@ -42,7 +42,9 @@ def measured_text(prompt_class: str, coin: float, measure: float) -> Reading:
     """A text of 13 positions: each passes with `coin`, and every other measure is `measure`."""
     reading = reading_of([coin] * 13)
     every = torch.full((13,), measure, dtype=torch.float64)
-    own: dict[str, Any] = {name: every for name in Agreement.__slots__[2:]} | {"is_likeliest": torch.zeros_like(every)}
+    own: dict[str, Any] = {name: every for name in Agreement.__slots__[2:-1]} | {
+        "is_likeliest": torch.zeros_like(every)
+    }
     return replace(
         reading,
         text=replace(reading.text, prompt_class=prompt_class),
