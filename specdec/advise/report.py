@@ -163,10 +163,10 @@ def reached_of(readings: Iterable[Reading], place: int, rule: Rule) -> list[list
         coins = own.coins(rule)
         count = max(0, coins.shape[1] - place)
         reached = torch.ones(count, dtype=torch.float64)
-        for before in range(place if count else 0):
-            reached = reached * coins[before, before : before + count]
-        passed = reached * coins[place, place:] if count else reached
-        sums.append([float(passed.sum()), float(reached.sum())])
+        *before, last = (coins[min(at, len(coins) - 1)] for at in range(place + 1))
+        for at, row in enumerate(before):
+            reached = reached * row[at : at + count]
+        sums.append([float((reached * last[place:]).sum()), float(reached.sum())])
     return sums
 
 
