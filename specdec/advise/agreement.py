@@ -1,4 +1,4 @@
-"""How a draft agrees with its target along texts of the target: one pass of each model, every rule at once.
+"""How a draft, or a head on the target, agrees with the target along its texts: one pass of each, every rule at once.
 
 For a text drawn from the target, the draft's token at a position passes with probability min(1, q(x) / p(x)), x being
 the text's token there (Leviathan et al. 2023, given the outcome). So one text gives the distribution of all rounds of
@@ -8,7 +8,8 @@ chains under REJECTION; under GREEDY and COUPLED, which need the text's seed, a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class Agreement:
     `entropy` of the target, in nats; `reachable`, the target's probability of the tokens the draft has. `confidence`:
     the draft's in its likeliest token, and `is_likeliest`: whether that is the text's. `cosine` of the final hidden
     states of both, nan where their sizes differ: a diagnosis, from which no acceptance follows.
+
+    All these are of the first token of a chain. `deeper`: by rule, `passes` of the second, the third, ..., those before
+    it being the text's, [later tokens, positions], 0 where no chain reaches; none where all pass as the first does.
     """
 
     passes: dict[Rule, Tensor]
@@ -47,6 +51,7 @@ class Agreement:
     confidence: Tensor
     is_likeliest: Tensor
     cosine: Tensor
+    deeper: dict[Rule, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.variation)
@@ -55,30 +60,43 @@ class Agreement:
     def joined(cls, parts: Sequence[Agreement]) -> Agreement:
         """Returns the positions of all parts, in order."""
         first = parts[0]
-        whole = {name: torch.cat([getattr(part, name) for part in parts]) for name in cls.__slots__[2:]}
-        passes, accepted = (
-            {rule: torch.cat([getattr(part, name)[rule] for part in parts]) for rule in getattr(first, name)}
-            for name in ("passes", "accepted")
+        whole = {name: torch.cat([getattr(part, name) for part in parts]) for name in cls.__slots__[2:-1]}
+        passes, accepted, deeper = (
+            {rule: torch.cat([getattr(part, name)[rule] for part in parts], -1) for rule in getattr(first, name)}
+            for name in ("passes", "accepted", "deeper")
         )
-        return cls(passes, accepted, **whole)
+        return cls(passes, accepted, **whole, deeper=deeper)
+
+
+class TextReader(Protocol):
+    """What reads texts: a model, or a head behind its target (`chains.ChainReader`).
+
+    Of the rows that `read` gave last: `hidden` [rows, hidden], final hidden states, None where there are none;
+    `deeper`: logits of the second, third, ... token of chains, of the last of these rows, as many as chains reach.
+    """
+
+    hidden: Tensor | None
+    deeper: Sequence[Tensor]
+
+    def read(self, token_ids: Sequence[int], first: int, encoder_length: int = 0) -> Iterator[Tensor]:
+        """Yields logits of positions first, first + 1, ..., ROWS at a time.  # [rows, vocabulary] float32"""
 
 
 class Reader:
-    """Runs a model along given texts of at most `length_max` tokens. It takes the model's cache storage.
-
-    `hidden` [rows, hidden]: final hidden states of the rows that `read` gave last; None where the model tells none.
-    """
+    """A `TextReader`: runs a model along given texts of at most `length_max` tokens. It takes the model's cache
+    storage; a text's positions are in the blocks `blocks`."""
 
     def __init__(self, model: CausalModel, length_max: int, device: str = "cpu") -> None:
         self._model = model
         self.hidden: Tensor | None = None
+        self.deeper: Sequence[Tensor] = ()
         self._encoder_length = 0  # of the text that is read
         if isinstance(model, TransformersModel):
             model.asked.hidden = True  # steps captured before return none; `allocate` drops them
         block_size = default_block_size(find_device(device))
         block_count = -(-length_max // block_size)
         model.allocate(1 + block_count, block_size)
-        self._blocks = range(1, 1 + block_count)
+        self.blocks = range(1, 1 + block_count)
 
     def read(self, token_ids: Sequence[int], first: int, encoder_length: int = 0) -> Iterator[Tensor]:
         """Yields logits of positions first, first + 1, ..., ROWS at a time.  # [rows, vocabulary] float32
@@ -104,7 +122,7 @@ class Reader:
         """Feeds tokens [start, end); returns the logits from `wanted_from` on."""
         if start == end:
             return torch.empty(0)
-        chunk = Chunk(self._blocks, start, own[start:end], end - wanted_from, encoder_length=self._encoder_length)
+        chunk = Chunk(self.blocks, start, own[start:end], end - wanted_from, encoder_length=self._encoder_length)
         output = self._model.forward(RaggedBatch((chunk,)))
         if not all(output.is_finite):
             raise NumericsError(f"the logits of {self._model.description.model_name} are no numbers")
@@ -126,7 +144,7 @@ def own_tokens(model: CausalModel, token_ids: Sequence[int], first: int) -> tupl
 
 
 def agreement_along(
-    target: Reader, draft: Reader, token_ids: Sequence[int], first: int, params: ResolvedSamplingParams
+    target: TextReader, draft: TextReader, token_ids: Sequence[int], first: int, params: ResolvedSamplingParams
 ) -> Agreement:
     """Returns the agreement at the positions first to the last but one of a text, which the target drew with `params`
     (GREEDY, or COUPLED with their seed). Position i predicts token i + 1."""
@@ -135,7 +153,7 @@ def agreement_along(
     for target_rows, draft_rows in zip(target.read(*asked), draft.read(*asked)):
         paths = [token_ids[: start + row + 1] for row in range(len(target_rows))]
         following = torch.tensor(token_ids[start + 1 : start + 1 + len(target_rows)])
-        own = agreement_of(target_rows, draft_rows, paths, following, params)
+        own = agreement_of(target_rows, draft_rows, paths, following, params, draft.deeper)
         if target.hidden is not None and draft.hidden is not None and target.hidden.shape == draft.hidden.shape:
             own = replace(own, cosine=cosine_similarity(target.hidden, draft.hidden, dim=1).double())
         parts.append(own)
@@ -149,30 +167,27 @@ def agreement_of(
     paths: Sequence[Sequence[int]],
     following: Tensor,
     params: ResolvedSamplingParams,
+    deeper: Sequence[Tensor] = (),
 ) -> Agreement:
     """Returns the agreement of rows; `paths`: the tokens before each, `following` [rows] int64: the text's next token.
 
-    target_logits, draft_logits: [rows, vocabulary] float32; -inf for tokens the draft does not have
+    target_logits, draft_logits: [rows, vocabulary] float32; -inf for tokens the draft does not have; deeper: see
+    `TextReader`
     """
-    size = target_logits.shape[1]
-    if draft_logits.shape[1] < size:
-        missing = draft_logits.new_full((len(draft_logits), size - draft_logits.shape[1]), -torch.inf)
-        draft_logits = torch.cat([draft_logits, missing], 1)
-    draft_logits = draft_logits[:, :size]
+    draft_logits = fitted(draft_logits, target_logits.shape[1])
     temperature = params.temperature or 1.0
     p, q = ((rows.double() / temperature).softmax(1) for rows in (target_logits, draft_logits))
     is_known = draft_logits > -torch.inf
     reachable = torch.where(is_known, p, 0.0).sum(1)
     terms = p * (p.clamp_min(SMALL).log() - q.clamp_min(SMALL).log() - reachable.clamp_min(SMALL).log()[:, None])
     likeliest = q.max(1)
-    rule = params.rule
-    guessed = proposed(draft_logits, paths, params)
-    equal = torch.tensor([proposal == token for proposal, token in zip(guessed, following.tolist())]).double()
-    passes, accepted = {rule: equal}, {rule: equal}
-    if rule is Rule.COUPLED:
-        sent = sent_distributions(draft_logits, paths, replace(params, rule=Rule.REJECTION))
-        passes[Rule.REJECTION] = (of(sent, following) / of(p, following).clamp_min(SMALL)).clamp_max(1.0)
-        accepted[Rule.REJECTION] = torch.minimum(p, sent).sum(1)
+    passes, accepted = coins_of(p, draft_logits, paths, following, params)
+    later: dict[Rule, list[Tensor]] = {rule: [] for rule in passes if deeper}
+    for logits in deeper:
+        start = len(p) - len(logits)
+        behind, _ = coins_of(p[start:], fitted(logits, p.shape[1]), paths[start:], following[start:], params)
+        for rule, coins in behind.items():
+            later[rule].append(torch.cat([coins.new_zeros(start), coins]))
     return Agreement(
         passes,
         accepted,
@@ -183,7 +198,31 @@ def agreement_of(
         likeliest.values,
         (likeliest.indices == following).double(),
         torch.full((len(p),), torch.nan, dtype=torch.float64),
+        {rule: torch.stack(rows) for rule, rows in later.items()},
     )
+
+
+def fitted(draft_logits: Tensor, size: int) -> Tensor:
+    """Returns logits of the target's tokens: -inf for those the draft does not have.  # [rows, size]"""
+    if draft_logits.shape[1] < size:
+        missing = draft_logits.new_full((len(draft_logits), size - draft_logits.shape[1]), -torch.inf)
+        draft_logits = torch.cat([draft_logits, missing], 1)
+    return draft_logits[:, :size]
+
+
+def coins_of(
+    p: Tensor, draft_logits: Tensor, paths: Sequence[Sequence[int]], following: Tensor, params: ResolvedSamplingParams
+) -> tuple[dict[Rule, Tensor], dict[Rule, Tensor]]:
+    """Returns `Agreement.passes` and `accepted` of rows.  p: the target's distributions, [rows, vocabulary] float64"""
+    rule = params.rule
+    guessed = proposed(draft_logits, paths, params)
+    equal = torch.tensor([proposal == token for proposal, token in zip(guessed, following.tolist())]).double()
+    passes, accepted = {rule: equal}, {rule: equal}
+    if rule is Rule.COUPLED:
+        sent = sent_distributions(draft_logits, paths, replace(params, rule=Rule.REJECTION))
+        passes[Rule.REJECTION] = (of(sent, following) / of(p, following).clamp_min(SMALL)).clamp_max(1.0)
+        accepted[Rule.REJECTION] = torch.minimum(p, sent).sum(1)
+    return passes, accepted
 
 
 def of(probs: Tensor, token_ids: Tensor) -> Tensor:

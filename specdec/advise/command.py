@@ -1,6 +1,7 @@
-"""`specdec advise`: how fast a target would be with each of some drafts, before anything is deployed.
+"""`specdec advise`: how fast a target would be with each of some drafts or heads, before anything is deployed.
 
-The target answers prompts; each draft reads the answers once. Steps are those the services measure when they start.
+The target answers prompts; each draft or head reads the answers once. Steps are those the services measure when they
+start.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -15,9 +17,10 @@ from rich.table import Table
 
 from specdec.advise import view
 from specdec.advise.forecast import Estimate, Times
-from specdec.advise.measuring import Reading, classes_of, readings_of, written
+from specdec.advise.measuring import Reading, classes_of, head_readings_of, readings_of, written
 from specdec.advise.report import Advice, advice_of, rounds_forecast
 from specdec.advise.serving import (
+    NONE,
     Outcome,
     Served,
     acceptance_of,
@@ -28,12 +31,27 @@ from specdec.advise.serving import (
     served,
 )
 from specdec.advise.settings import AdviseSettings
+from specdec.engine.eagle.folder import is_eagle, load_eagle, target_facts
+from specdec.engine.eagle.network import EagleHead
+from specdec.engine.heads import CONFIG_FILE as MEDUSA_FILE
+from specdec.engine.interface import Features
 from specdec.engine.loading.devices import find_device, prepare_libraries
 from specdec.engine.loading.model import load_offline_target
-from specdec.engine.loading.model_folder import ModelFolder, open_model_folder, shown_name
+from specdec.engine.loading.model_folder import ModelFolder, open_model_folder, shown_name, weight_files_of
 from specdec.errors import ConfigError
+from specdec.folders import expanded, has_file
 from specdec.protocol.types import Rule, kind_of
 from specdec.terminal import make_console, print_text
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What is forecast: a draft model or, with `head`, an EAGLE-3 head on the target. `name`: as it was given."""
+
+    name: str
+    shown: str
+    weight_bytes: int
+    head: EagleHead | None = None
 
 
 def advise(settings: AdviseSettings) -> int:
@@ -43,24 +61,45 @@ def advise(settings: AdviseSettings) -> int:
         view.check_plot(settings.plot)  # before minutes of measuring
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
-    drafts = [open_model_folder(name) for name in settings.draft]
-    check_kinds(open_model_folder(settings.target), drafts)
-    readings = measured(settings, device, console)
-    prices = settings.target_price, settings.draft_price
+    drafters = drafters_of(settings)
+    readings = measured(settings, drafters, device, console)
     advices, times, checks = [], [], []
-    for name, shown, folder, own in zip(settings.draft, names_of(settings.draft), drafts, readings):
-        weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
-        with served(settings.target, name, device, settings.threads or 1) as pair:
+    for drafter, own in zip(drafters, readings):
+        draft, heads = (NONE, drafter.name) if drafter.head else (drafter.name, NONE)
+        with served(settings.target, draft, device, settings.threads or 1, heads) as pair:
             its_times = times_of(settings, pair, own, console)
-            advice = advice_of(shown, weight_bytes, own, its_times, prices)
+            prices = settings.target_price, 0.0 if drafter.head else settings.draft_price
+            advice = advice_of(drafter.shown, drafter.weight_bytes, own, its_times, prices)
             advices.append(advice)
             times.append(its_times)
             if settings.check:
                 checks.append(observed_of(settings, pair, advice, own, console))
-    tell(settings, advices, checks)
+    tell(settings, advices, times, checks)
     if settings.plot:
         view.picture_of(advices, times).savefig(settings.plot, dpi=110)
     return 0
+
+
+def drafters_of(settings: AdviseSettings) -> list[Drafter]:
+    """Returns drafts, then heads. Raises ConfigError or ModelRefused for what is not served with the target."""
+    target, drafts = open_model_folder(settings.target), [open_model_folder(name) for name in settings.draft]
+    check_kinds(target, drafts)
+    heads = [head_of(name, target) for name in settings.heads]
+    files = [folder.weight_files for folder in drafts]
+    files += [weight_files_of(expanded(name), name) for name in settings.heads]
+    names = *settings.draft, *settings.heads
+    sizes = [sum(file.stat().st_size for file in own) for own in files]
+    return [Drafter(*own) for own in zip(names, names_of(names), sizes, [*[None] * len(drafts), *heads])]
+
+
+def head_of(name: str, target: ModelFolder) -> EagleHead:
+    """Returns the EAGLE-3 head of a target in a folder. Raises ConfigError for a folder of none, such as one of
+    Medusa's heads, and ModelRefused for a head that does not fit the target."""
+    folder = expanded(name)
+    if not is_eagle(folder):
+        what = "has Medusa's heads" if has_file(folder / MEDUSA_FILE) else "has no config.json"
+        raise ConfigError(f"--heads {name} {what}; it must be the folder of an EAGLE-3 head")
+    return load_eagle(folder, target_facts(target))
 
 
 def check_kinds(target: ModelFolder, drafts: Sequence[ModelFolder]) -> None:
@@ -76,21 +115,28 @@ def check_kinds(target: ModelFolder, drafts: Sequence[ModelFolder]) -> None:
 
 
 def names_of(drafts: Sequence[str]) -> list[str]:
-    """Returns what the drafts are called in tables, JSON and picture: those that would share a name as they were
+    """Returns what drafts and heads are called in tables, JSON and picture: those that would share a name as they were
     given."""
     shown = [shown_name(draft) for draft in drafts]
     return [own if shown.count(own) == 1 else draft for own, draft in zip(shown, drafts)]
 
 
-def measured(settings: AdviseSettings, device: str, console: Console) -> list[list[Reading]]:
-    """Returns every draft's agreement along the target's texts; models are in memory only meanwhile."""
+def measured(
+    settings: AdviseSettings, drafters: Sequence[Drafter], device: str, console: Console
+) -> list[list[Reading]]:
+    """Returns every drafter's agreement along the target's texts; models are in memory only meanwhile."""
     folder = open_model_folder(settings.target)
     target = load_offline_target(settings.target, device)
     about = settings.text_temperatures, settings.text_tokens, settings.text_seed
     texts = written(target, folder, about, classes_of(settings.prompts), console, device)
-    shown = names_of(settings.draft)
-    names = [(settings.target, name, own) for name, own in zip(settings.draft, shown)]
-    return [readings_of(target, each, texts, device, console) for each in names]
+    readings = []
+    for own in drafters:
+        if own.head is None:
+            readings.append(readings_of(target, (settings.target, own.name, own.shown), texts, device, console))
+        else:
+            assert isinstance(target, Features), "a decoder has features"
+            readings.append(head_readings_of(target, own.head, own.shown, texts, device, console))
+    return readings
 
 
 def times_of(settings: AdviseSettings, pair: Served, readings: Sequence[Reading], console: Console) -> Times:
@@ -137,7 +183,9 @@ def compared(forecast: tuple[Estimate, Estimate], outcomes: Sequence[Outcome]) -
     return {"draft_tokens": int(sum(outcome.drafted for outcome in outcomes)), "values": values}
 
 
-def tell(settings: AdviseSettings, advices: Sequence[Advice], checks: Sequence[dict[str, Any]]) -> None:
+def tell(
+    settings: AdviseSettings, advices: Sequence[Advice], times: Sequence[Times], checks: Sequence[dict[str, Any]]
+) -> None:
     """Prints tables, or one JSON object."""
     if settings.as_json:
         told = {"settings": settings.model_dump(mode="json"), "drafts": [advice.as_json() for advice in advices]}
@@ -154,6 +202,7 @@ def tell(settings: AdviseSettings, advices: Sequence[Advice], checks: Sequence[d
         view.show(console, advice, settings.rtt_ms / 1e3)
     if len(advices) > 1:
         console.print(view.sweep_table(advices))
+        console.print(view.trip_table(advices, times))
     for check in checks:
         console.print(check_table(check))
 

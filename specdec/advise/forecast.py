@@ -1,7 +1,8 @@
 """From acceptance and step times to tokens per second of chains that wait for their draft. Pure.
 
 A round verifies k draft tokens and yields E of them: it takes T(k + 1) + k d + r(k) seconds, of the target's step, the
-draft's steps, and the rest. Trees and streaming, which the policy also tries, are not predicted.
+draft's steps or the passes of a head on the target, and the rest. Trees and streaming, which the policy also tries, are
+not predicted.
 """
 
 from __future__ import annotations
@@ -36,29 +37,33 @@ class Estimate:
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
 
-def expected_rounds(passes: Sequence[float], length: int) -> float:
+def expected_rounds(passes: Sequence[float], length: int, deeper: Sequence[Sequence[float]] = ()) -> float:
     """The expected number of rounds that write a text, by the probabilities that its positions pass.
 
     A round at position t with `length` draft tokens moves on by one more than passed. No round drafts beyond the text.
+    `deeper`: the same of a position that is the second of its round, the third, ...; the last of all tells of later
+    ones too.
     """
-    return _expected(passes, length, lambda drafted: 1)
+    return _expected((passes, *deeper), length, lambda drafted: 1)
 
 
-def expected_draft_tokens(passes: Sequence[float], length: int) -> float:
+def expected_draft_tokens(passes: Sequence[float], length: int, deeper: Sequence[Sequence[float]] = ()) -> float:
     """The expected number of draft tokens that these rounds verify: all that are sent, tested or not."""
-    return _expected(passes, length, lambda drafted: drafted)
+    return _expected((passes, *deeper), length, lambda drafted: drafted)
 
 
-def _expected(passes: Sequence[float], length: int, of_round: Callable[[int], int]) -> float:
+def _expected(by_place: Sequence[Sequence[float]], length: int, of_round: Callable[[int], int]) -> float:
     """The expected sum over rounds of a function of their draft tokens."""
+    passes, places = by_place[0], len(by_place)
     sums: list[float] = [0] * (len(passes) + 1)
     for start in reversed(range(len(passes))):
         left: float = 1
         end = start + min(length, len(passes) - start - 1)
         value: float = of_round(end - start)  # integers, so that fractions stay exact
         for position in range(start, end):
-            value += left * (1 - passes[position]) * sums[position + 1]
-            left *= passes[position]
+            passed = by_place[min(position - start, places - 1)][position]
+            value += left * (1 - passed) * sums[position + 1]
+            left *= passed
         sums[start] = value + left * sums[end + 1]
     return sums[0]
 
@@ -118,16 +123,16 @@ def share(sums: Sequence[float]) -> float:
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds: `target` by rows, `draft` by nodes of all sessions, the round trip `rtt` to the draft, and the `rest` of
-    a round by its draft tokens."""
+    a round by its draft tokens. `rtt` is None for a head, whose passes lie in the target's step."""
 
     target: Callable[[float], float]
     draft: Callable[[float], float]
-    rtt: float
+    rtt: float | None
     rest: Callable[[float], float]
 
     def round_s(self, length: int, batch: int = 1) -> float:
         """A round of `batch` sessions with `length` draft tokens each; without any there is no draft to wait for."""
-        waited_s = length * self.draft(batch) + self.rtt if length else 0.0
+        waited_s = length * self.draft(batch) + (self.rtt or 0.0) if length else 0.0
         return self.target(batch * (length + 1)) + waited_s + self.rest(length)
 
     def rate(self, tokens: float, length: int, batch: int = 1) -> float:
@@ -148,10 +153,11 @@ def line_through(points: Sequence[tuple[float, float]]) -> Callable[[float], flo
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """Where drafting no longer pays: by round trip, by the draft's step, by sessions in a batch (the largest of BATCHES
-    up to which it pays at each; 0: not for one session). Negative or 0: it does not pay at any."""
+    """Where drafting no longer pays: by round trip (None for a head, which has none), by the draft's step, by sessions
+    in a batch (the largest of BATCHES up to which it pays at each; 0: not for one session). Negative or 0: it does not
+    pay at any."""
 
-    rtt_s: float
+    rtt_s: float | None
     draft_step_s: float
     batch: int
 
@@ -167,7 +173,7 @@ def break_even(tokens: Sequence[float], times: Times) -> Break:
         return any(times.rate(mean, length, batch) > plain_rate for length, mean in enumerate(tokens, 1))
 
     return Break(
-        times.rtt + max(slack.values()),
+        None if times.rtt is None else times.rtt + max(slack.values()),
         max(step_s + slack[length] / length for length in slack),
         max(takewhile(pays, BATCHES), default=0),
     )

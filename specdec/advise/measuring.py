@@ -1,4 +1,4 @@
-"""Texts of the target and the agreement of every draft along them, with progress bars."""
+"""Texts of the target and the agreement of every draft, or head on it, along them, with progress bars."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 
 from specdec.advise.agreement import Agreement, Reader, agreement_along, own_tokens
+from specdec.advise.chains import ChainReader
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextWriter, check_lengths, params_of
 from specdec.distill.written import prompts_of, temperatures_of
+from specdec.engine.eagle.model import EagleTarget, FeatureTarget
+from specdec.engine.eagle.network import EagleHead
 from specdec.engine.interface import CausalModel
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import ModelFolder
@@ -61,7 +66,8 @@ def by_prompt(texts: Iterable[Text], numbers: Iterable[Sequence[float]]) -> list
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One draft along one text."""
+    """One draft, or head, along one text. The agreement ends with the text; that of a head begins behind the answer's
+    first token, that of a draft at it."""
 
     text: Text
     agreement: Agreement
@@ -70,6 +76,14 @@ class Reading:
     def rule(self) -> Rule:
         """The rule that reproduces the text: GREEDY at temperature 0, else COUPLED, with its seed."""
         return self.text.params.rule
+
+    def coins(self, rule: Rule | None = None) -> Tensor:
+        """Returns by place in a chain, the last for all later ones too, the probabilities that the positions pass at
+        which a round may draft: those behind the answer's first token, which comes with the prompt's last row. Under a
+        rule, or the one that reproduces the text.  # [places, positions] float64"""
+        rule, own = rule or self.rule, self.agreement
+        every = torch.cat([own.passes[rule][None], *(own.deeper[rule] for _ in [rule] if rule in own.deeper)])
+        return every[:, every.shape[1] - (len(self.text.token_ids) - self.text.first - 2) :]
 
 
 def classes_of(file: Path) -> dict[str, str]:
@@ -134,3 +148,16 @@ def readings_of(
     readers = Reader(target, longest, device), Reader(draft, longest, device)
     shown = tracked(texts, f"{shown_name} reads", console)
     return [Reading(text, agreement_along(*readers, text.token_ids, text.first, text.params)) for text in shown]
+
+
+def head_readings_of(
+    target: FeatureTarget, head: EagleHead, shown_name: str, texts: Sequence[Text], device: str, console: Console
+) -> list[Reading]:
+    """Returns the agreement of a head on the target along the texts in which it has something to draft. Raises
+    SpecdecError."""
+    model = EagleTarget(target, head)
+    reader = Reader(model, max(len(text.token_ids) for text in texts), device)
+    readers = reader, ChainReader(model, reader.blocks)
+    drafted = [text for text in texts if len(text.token_ids) > text.first + 2]
+    shown = tracked(drafted, f"{shown_name} reads", console)
+    return [Reading(text, agreement_along(*readers, text.token_ids, text.first + 1, text.params)) for text in shown]

@@ -1,5 +1,5 @@
-"""What is told about a draft: acceptance by class and temperature, plans with their rates, and where drafting ends to
-pay. Plain values, for the table, the picture and JSON."""
+"""What is told about a draft, or a head on the target: acceptance by class and temperature, plans with their rates, and
+where drafting ends to pay. Plain values, for the table, the picture and JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
+import torch
+
+from specdec.advise.chains import CHAIN
 from specdec.advise.forecast import (
     LENGTHS,
     Break,
@@ -33,14 +36,16 @@ TOKENS_A_MILLION, SECONDS_AN_HOUR = 1e6, 3600.0
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One class of prompts at one temperature. `acceptance`: by rule, of a draft token whose predecessors passed;
-    `tokens`: by rule, of a round with 1, 2, ... draft tokens; the others are means over positions (see `Agreement`),
-    `variation_in_tenth` the share of the total variation distance in the tenth of the positions that have most,
-    `cosine` None where hidden sizes differ."""
+    `places`: of a head, by rule, that of the first, second, ... token of a chain, those before it accepted, of chains
+    behind every token; `tokens`: by rule, of a round with 1, 2, ... draft tokens; the others are means over positions
+    (see `Agreement`), `variation_in_tenth` the share of the total variation distance in the tenth of the positions that
+    have most, `cosine` None where hidden sizes differ."""
 
     prompt_class: str
     temperature: float
     positions: int
     acceptance: dict[str, Estimate]
+    places: dict[str, list[Estimate]]
     tokens: dict[str, list[Estimate]]
     variation: Estimate
     variation_in_tenth: Estimate
@@ -69,7 +74,7 @@ class ChainForecast:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One draft. `best`: its recommended number of draft tokens; 0: plain decoding."""
+    """One draft, or head: its step is a pass. `best`: its recommended number of draft tokens; 0: plain decoding."""
 
     draft: str
     weight_bytes: int
@@ -81,6 +86,11 @@ class Advice:
     cells: list[Cell]
     plans: list[ChainForecast]
     pays_until: Break
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a head on the target."""
+        return self.pays_until.rtt_s is None
 
     @property
     def best_plan(self) -> ChainForecast | None:
@@ -113,6 +123,7 @@ def cells_of(readings: Sequence[Reading]) -> list[Cell]:
 def cell_of(name: str, temperature: float, readings: Sequence[Reading]) -> Cell:
     """Returns the measures of some texts together."""
     rules = list(readings[0].agreement.accepted)
+    chained = [rule for rule in rules if any(rule in reading.agreement.deeper for reading in readings)]
     acceptance = {rule.name: resampled_part(sums_of(readings, rule)) for rule in rules}
 
     parts = [reading.agreement for reading in readings]
@@ -127,6 +138,7 @@ def cell_of(name: str, temperature: float, readings: Sequence[Reading]) -> Cell:
         temperature,
         sum(map(len, parts)),
         acceptance,
+        {rule.name: [resampled_part(reached_of(readings, place, rule)) for place in range(CHAIN)] for rule in chained},
         {rule.name: [resampled(rounds_of(readings, length, rule), share) for length in LENGTHS] for rule in rules},
         mean("variation"),
         bootstrapped(variation, lambda chosen: lorenz_share(list(chain.from_iterable(chosen)))),
@@ -143,13 +155,29 @@ def sums_of(readings: Iterable[Reading], rule: Rule) -> list[list[float]]:
     return [[float(reading.agreement.accepted[rule].sum()), float(len(reading.agreement))] for reading in readings]
 
 
+def reached_of(readings: Iterable[Reading], place: int, rule: Rule) -> list[list[float]]:
+    """Returns, by text, how many chains that begin at each of its positions are expected to have their token `place`,
+    from 0, accepted, and how many to have those before it accepted."""
+    sums = []
+    for own in readings:
+        coins = own.coins(rule)
+        count = max(0, coins.shape[1] - place)
+        reached = torch.ones(count, dtype=torch.float64)
+        *before, last = (coins[min(at, len(coins) - 1)] for at in range(place + 1))
+        for at, row in enumerate(before):
+            reached = reached * row[at : at + count]
+        sums.append([float((reached * last[place:]).sum()), float(reached.sum())])
+    return sums
+
+
 def rounds_of(readings: Iterable[Reading], length: int, rule: Rule | None = None) -> list[list[float]]:
     """Returns, by text, its tokens and the expected rounds that write them, under a rule, or the one that reproduces
     it; without the first, which comes with the prompt's last row."""
-    return [
-        [float(len(own.agreement) - 1), expected_rounds(own.agreement.passes[rule or own.rule].tolist()[1:], length)]
-        for own in readings
-    ]
+    sums = []
+    for own in readings:
+        first, *deeper = own.coins(rule).tolist()
+        sums.append([float(len(first)), expected_rounds(first, length, deeper)])
+    return sums
 
 
 def accepted_of(readings: Iterable[Reading], length: int, rule: Rule | None = None) -> list[list[float]]:
@@ -157,8 +185,8 @@ def accepted_of(readings: Iterable[Reading], length: int, rule: Rule | None = No
     sums = []
     for own in readings:
         [(tokens, rounds)] = rounds_of([own], length, rule)
-        drafted = expected_draft_tokens(own.agreement.passes[rule or own.rule].tolist()[1:], length)
-        sums.append([tokens - rounds, drafted])
+        first, *deeper = own.coins(rule).tolist()
+        sums.append([tokens - rounds, expected_draft_tokens(first, length, deeper)])
     return sums
 
 
@@ -172,7 +200,8 @@ def rounds_forecast(readings: Sequence[Reading], length: int, rule: Rule | None 
 
 
 def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, float]) -> list[ChainForecast]:
-    """Returns a plan for each number of draft tokens. `prices`: of an hour of the target's and the draft's machine."""
+    """Returns a plan for each number of draft tokens. `prices`: of an hour of the target's and the draft's machine, 0
+    where there is none."""
     plans = []
     plain_s = times.round_s(0)
     for length in LENGTHS:
@@ -192,7 +221,7 @@ def price_of(price_an_hour: float, rate: float) -> float:
 def advice_of(
     draft: str, weight_bytes: int, readings: Sequence[Reading], times: Times, prices: tuple[float, float]
 ) -> Advice:
-    """Returns the advice about one draft."""
+    """Returns the advice about one draft, or head."""
     plans = plans_of(readings, times, prices)
     plain_rate = 1 / times.round_s(0)
     fastest = max(plans, key=lambda plan: plan.rate.value)

@@ -1,4 +1,5 @@
-"""A pair as it is served: the times of its steps and rounds, and what a plan then really gives."""
+"""A pair, or a target with its head, as it is served: the times of its steps and rounds, and what a plan then really
+gives."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from specdec.config import ServeSettings
 from specdec.protocol.types import Rule
 from specdec.step_curve import StepCurve
 
+NONE = "none"  # a draft or heads that are not served
 WAIT_MS = 1000
 PROBED = (0, 1, 2, 4, 8)  # draft tokens of the rounds that are timed
 PROBED_TEXTS, PROBED_TOKENS = 3, 48
@@ -28,18 +30,20 @@ SEED_OFFSET = 0x5EED  # of a served text: with the seed of the predicted one it 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running pair: the coordinator's address, and T by rows and by nodes, as its services measured them."""
+    """A running pair: the coordinator's address, and T by rows and by nodes, as its services measured them. `is_head`:
+    a head on the target, of whose passes the target has told T."""
 
     address: str
     target_steps: StepCurve
     draft_steps: StepCurve
+    is_head: bool = False
 
     def times(
         self, rounds_s: Sequence[tuple[float, float]], given_s: tuple[float, float], rtt_s: float, rest_s: float
     ) -> Times:
         """Returns times for forecasts. `rounds_s`: (draft tokens, seconds of a round), measured here; `given_s`: steps
-        of target and draft elsewhere, 0: here; a given one scales the measured curve. `rest_s`, above 0, replaces the
-        rest of a round."""
+        of target and draft elsewhere, 0: here; a given one scales the measured curve, the target's its head's too.
+        `rest_s`, above 0, replaces the rest of a round."""
 
         def curve(steps: StepCurve, given_s: float) -> Callable[[float], float]:
             scale = given_s / (steps.seconds(1) or given_s) if given_s else 1.0
@@ -47,30 +51,36 @@ class Served:
 
         target, draft = curve(self.target_steps, 0.0), curve(self.draft_steps, 0.0)
         rests = [(length, rest_s or own_s - target(length + 1) - length * draft(1)) for length, own_s in rounds_s]
+        if self.is_head:
+            given_s = given_s[0], given_s[0] * draft(1) / (target(1) or 1.0)
         target, draft = curve(self.target_steps, given_s[0]), curve(self.draft_steps, given_s[1])
-        return Times(target, draft, rtt_s, line_through(rests))
+        return Times(target, draft, None if self.is_head else rtt_s, line_through(rests))
 
 
 @contextmanager
-def served(target: str, draft: str, device: str = "cpu", threads: int = 1) -> Iterator[Served]:
-    """Yields the pair, served by this machine on a device, with `threads` CPU threads a model. Raises SpecdecError."""
+def served(target: str, draft: str, device: str = "cpu", threads: int = 1, heads: str = NONE) -> Iterator[Served]:
+    """Yields the pair, or with `heads` and a draft NONE the target with its head, served by this machine on a device,
+    with `threads` CPU threads a model. Raises SpecdecError."""
     from specdec.launch.serving import running
 
+    is_head = heads != NONE
     settings = ServeSettings(
         model=target,
         draft_model=draft,
+        heads=heads,
         device=device,
-        proposers="draft",
+        proposers="heads" if is_head else "draft",
         port=0,
         threads=threads,
         log_level="error",
         drain_grace_s=1.0,
     )
     with running(settings) as serving:
-        curves = StepCurve(), StepCurve()
-        for curve, name in zip(curves, ("target", "draft")):
-            curve.prime(serving.descriptions[name].step_times)
-        yield Served(serving.address, *curves)
+        told, curves = serving.descriptions, (StepCurve(), StepCurve())
+        passes = told["target"].head_pass_times
+        for curve, times in zip(curves, (told["target"].step_times, passes if is_head else told["draft"].step_times)):
+            curve.prime(times)
+        yield Served(serving.address, *curves, is_head)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ RTTS_MS = (0, 1, 2, 5, 10, 20, 30, 50, 75, 100)
 
 
 def show(console: Console, advice: Advice, rtt_s: float) -> None:
-    """Prints one draft's tables and a sentence that recommends."""
+    """Prints the tables of one draft or head, and a sentence that recommends."""
     console.rule(advice.draft, align="left")
-    steps = f"{1e3 * advice.draft_step_s:.2f} ms, of the target {1e3 * advice.target_step_s:.2f} ms"
-    console.print(f"{advice.weight_bytes / 1e6:.0f} MB of weights; a step of the draft {steps}")
+    steps = f"{1e3 * advice.draft_step_s:.2f} ms, a step of the target {1e3 * advice.target_step_s:.2f} ms"
+    of_it = "pass of the head" if advice.is_head else "step of the draft"
+    console.print(f"{advice.weight_bytes / 1e6:.0f} MB of weights; a {of_it} {steps}")
     console.print(acceptance_table(advice.cells))
     if (cosine := advice.cells[-1].cosine) is not None:
         console.print(f"cosine of the final hidden states {of(cosine)}: a diagnosis, no acceptance follows from it")
+    if advice.is_head:
+        console.print(place_table(advice.cells))
     console.print(length_table(advice.cells))
     console.print(plan_table(advice))
     console.print(sentence(advice, rtt_s))
@@ -61,18 +65,28 @@ def acceptance_table(cells: Sequence[Cell]) -> Table:
     return table
 
 
+def place_table(cells: Sequence[Cell]) -> Table:
+    """Acceptance of a head's first, second, ... token, as `row_table`."""
+    title = "acceptance of a chain's token j, those before it accepted (95 %)"
+    return row_table(title, [(cell, cell.places) for cell in cells])
+
+
 def length_table(cells: Sequence[Cell]) -> Table:
-    """Two lines for each class, temperature and rule: tokens of a round by draft tokens, and half the widths of their
+    """Tokens of a round by draft tokens, as `row_table`."""
+    return row_table("tokens of a round with k draft tokens (95 %)", [(cell, cell.tokens) for cell in cells])
+
+
+def row_table(title: str, rows: Sequence[tuple[Cell, dict[str, list[Estimate]]]]) -> Table:
+    """Two lines for each class, temperature and rule: values for 1, 2, ... draft tokens, and half the widths of their
     intervals. First the rule that reproduces the texts, another by its name."""
-    title = "tokens of a round with k draft tokens (95 %)"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("prompts", "T", *map(str, LENGTHS)):
         table.add_column(name, justify="left" if name == "prompts" else "right")
-    for cell in cells:
-        for number, (rule, tokens) in enumerate(cell.tokens.items()):
+    for cell, by_rule in rows:
+        for number, (rule, values) in enumerate(by_rule.items()):
             named = [rule, ""] if number else [cell.prompt_class, f"{cell.temperature:g}"]
-            table.add_row(*named, *(f"{one.value:.2f}" for one in tokens))
-            table.add_row("", "", *map(narrow, tokens), style="dim")
+            table.add_row(*named, *(f"{one.value:.2f}" for one in values))
+            table.add_row("", "", *map(narrow, values), style="dim")
     return table
 
 
@@ -102,17 +116,21 @@ def plan_table(advice: Advice) -> Table:
 def sentence(advice: Advice, rtt_s: float) -> str:
     """The recommendation and its limits."""
     plan, ends = advice.best_plan, advice.pays_until
-    if plan is None:
+    limits_s = {"pass": ends.draft_step_s}
+    if ends.rtt_s is not None:
         limits_s = {"round trip": ends.rtt_s, "draft step": ends.draft_step_s}
+    if plan is None:
+        at = "" if advice.is_head else f" at a round trip of {1e3 * rtt_s:g} ms"
         reached = [f"with a {name} below {1e3 * limit_s:.2f} ms" for name, limit_s in limits_s.items() if limit_s > 0]
         missed = [f"at any {name}" for name, limit_s in limits_s.items() if limit_s <= 0]
         return (
-            f"Plain decoding is faster than any number of draft tokens at a round trip of {1e3 * rtt_s:g} ms. "
+            f"Plain decoding is faster than any number of draft tokens{at}. "
             + (f"Drafting would pay {', or '.join(reached)}. " if reached else "")
             + f"It does not pay {', or '.join([*missed, 'with one session'])}."
         )
     sessions = "1 session" if ends.batch == 1 else f"{ends.batch} sessions"
-    limits = f"round trip of {1e3 * ends.rtt_s:.0f} ms, a draft step of {1e3 * ends.draft_step_s:.1f} ms"
+    digits = {"round trip": 0, "draft step": 1, "pass": 1}
+    limits = ", a ".join(f"{name} of {1e3 * limit_s:.{digits[name]}f} ms" for name, limit_s in limits_s.items())
     return (
         f"Recommended: {plan.length} draft tokens a round, {plan.ratio.value:.2f} times plain decoding. Drafting pays "
         f"up to a {limits}, a batch of {sessions}. --policy auto finds such a plan by itself."
@@ -120,8 +138,8 @@ def sentence(advice: Advice, rtt_s: float) -> str:
 
 
 def sweep_table(advices: Sequence[Advice]) -> Table:
-    """A line for each draft; the fastest in bold."""
-    table = Table(title="all drafts, each with its best number of draft tokens")
+    """A line for each draft or head; the fastest in bold."""
+    table = Table(title="all drafts and heads, each with its best number of draft tokens")
     for name in ("draft", "MB", "step ms", "k", "tokens a round", "tokens/s", "of plain"):
         is_name = name == "draft"
         table.add_column(name, justify="left" if is_name else "right", overflow="fold" if is_name else "ellipsis")
@@ -137,6 +155,26 @@ def sweep_table(advices: Sequence[Advice]) -> Table:
             style="bold" if rate_of(advice) == fastest else "",
         )
     return table
+
+
+def trip_table(advices: Sequence[Advice], times: Sequence[Times]) -> Table:
+    """A line for each draft or head: tokens/s of its best number of draft tokens, by round trip."""
+    title = "tokens/s by round trip to the draft, ms; a head on the target has none"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("draft", overflow="fold")
+    for rtt_ms in RTTS_MS:
+        table.add_column(str(rtt_ms), justify="right")
+    for advice, own in zip(advices, times):
+        table.add_row(advice.draft, *(f"{rate:.1f}" for rate in rates_by_trip(advice, own)))
+    return table
+
+
+def rates_by_trip(advice: Advice, times: Times) -> list[float]:
+    """Tokens per second with the best number of draft tokens, by round trip."""
+    return [
+        max(own.rate(advice.plans[length - 1].tokens.value, length) for length in LENGTHS)
+        for own in (replace(times, rtt=None if times.rtt is None else rtt_ms / 1e3) for rtt_ms in RTTS_MS)
+    ]
 
 
 def rate_of(advice: Advice) -> float:
@@ -177,11 +215,7 @@ def picture_of(advices: Sequence[Advice], times: Sequence[Times]) -> Any:
             left.text(column, row, told, ha="center", va="center", color=color)
     left.set(xlabel="temperature and rule", title=f"acceptance, {advices[0].draft}")
     for advice, own in zip(advices, times):
-        rates = [
-            max(own.rate(advice.plans[length - 1].tokens.value, length) for length in LENGTHS)
-            for own in (Times(own.target, own.draft, rtt_ms / 1e3, own.rest) for rtt_ms in RTTS_MS)
-        ]
-        right.plot(RTTS_MS, rates, marker="o", label=advice.draft)
+        right.plot(RTTS_MS, rates_by_trip(advice, own), marker="o", label=advice.draft)
     right.axhline(advices[0].plain_rate, color="grey", linestyle="--", label="plain decoding")
     right.set(xlabel="round trip to the draft, ms", ylabel="tokens/s, best k", ylim=(0, None), title="forecast")
     right.legend()

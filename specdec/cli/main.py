@@ -79,7 +79,7 @@ COMMANDS = {
         "specdec.cli.chat:chat",
     ),
     "advise": Command(
-        "Predicts how fast a target is with each of some drafts, from one pass over its own texts.",
+        "Predicts how fast a target is with each of some drafts or heads, from one pass over its own texts.",
         AdviseSettings,
         "specdec.advise.command:advise",
     ),

@@ -204,7 +204,7 @@ class Features(Protocol):
         """Number of its layers, which stands for the residual after the last, before the last norm."""
 
     def return_features(self, layer_ids: Sequence[int]) -> None:
-        """Makes later forwards return the features of all rows. Called before any forward, at most once. Raises
+        """Makes forwards after the next `allocate` return the features of all rows, of the layers named last. Raises
         ModelRefused for a model that has none."""
 
     def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from specdec.engine import attention
 from specdec.engine.attention import AttentionShape, measure_shape
@@ -81,6 +82,7 @@ class TransformersModel:
         self.hidden_size: int = model.get_output_embeddings().in_features
         self.asked = Asked()
         self._states: dict[int, torch.Tensor] = {}  # that enter layers in the last run of the modules
+        self._hooks: list[RemovableHandle] = []  # that keep them
         self._base, shape = base_of(model, description)
         self.backend.replace_modules(self._base)
         self._output: nn.Module = output
@@ -118,7 +120,9 @@ class TransformersModel:
         """See `Features`."""
         if self.description.has_encoder:
             raise ModelRefused("an encoder-decoder model gives no features")
-        keep_states(self._base, layer_ids, self._states)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = keep_states(self._base, layer_ids, self._states)
         self.asked.feature_layers = tuple(layer_ids)
 
     def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:

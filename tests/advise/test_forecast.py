@@ -222,3 +222,20 @@ def test_a_line_through_points_and_the_rest_of_a_round():
     elsewhere = Served("", target, draft).times(rounds_s, (0.005, 0.004), 0.1, 0.0)
     assert elsewhere.round_s(1) == pytest.approx(0.006 + 0.004 + 0.1 + (0.016 - 0.012 - 0.002))
     assert Served("", target, draft).times(rounds_s, (0.0, 0.0), 0.0, 0.5).round_s(0) == pytest.approx(0.51)
+
+
+def test_a_heads_passes_are_on_the_targets_machine() -> None:
+    """Claim: a head's round has no round trip, and its pass is scaled with the target's step where that is given, by
+    nothing else. By hand: a step of 10 ms and a pass of 2 ms, elsewhere 5 ms."""
+    target, passes = StepCurve(), StepCurve()
+    target.prime(((1, 0.010), (2, 0.012)))
+    passes.prime(((1, 0.002),))
+    rounds_s = [(0.0, 0.011), (1.0, 0.016)]
+    for given_s, step_s, pass_s in (
+        ((0.0, 0.0), 0.012, 0.002),
+        ((0.005, 0.0), 0.006, 0.001),
+        ((0.0, 0.1), 0.012, 0.002),
+    ):
+        own = Served("", target, passes, is_head=True).times(rounds_s, given_s, 0.1, 0.0)
+        assert own.rtt is None and own.draft(1) == pytest.approx(pass_s)
+        assert own.round_s(1) == pytest.approx(step_s + pass_s + (0.016 - 0.012 - 0.002))

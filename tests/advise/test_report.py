@@ -17,7 +17,17 @@ from specdec.advise.forecast import Break, Estimate, Times
 from specdec.advise.measuring import EVERYTHING, Reading, Text
 from specdec.advise.report import Advice, ChainForecast, advice_of, cells_of, plans_of, price_of, rounds_forecast
 from specdec.advise.settings import AdviseSettings
-from specdec.advise.view import RTTS_MS, acceptance_table, length_table, picture_of, sentence, sweep_table
+from specdec.advise.view import (
+    RTTS_MS,
+    acceptance_table,
+    length_table,
+    picture_of,
+    place_table,
+    sentence,
+    show,
+    sweep_table,
+    trip_table,
+)
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
@@ -42,7 +52,9 @@ def measured_text(prompt_class: str, coin: float, measure: float) -> Reading:
     """A text of 13 positions: each passes with `coin`, and every other measure is `measure`."""
     reading = reading_of([coin] * 13)
     every = torch.full((13,), measure, dtype=torch.float64)
-    own: dict[str, Any] = {name: every for name in Agreement.__slots__[2:]} | {"is_likeliest": torch.zeros_like(every)}
+    own: dict[str, Any] = {name: every for name in Agreement.__slots__[2:-1]} | {
+        "is_likeliest": torch.zeros_like(every)
+    }
     return replace(
         reading,
         text=replace(reading.text, prompt_class=prompt_class),
@@ -217,6 +229,54 @@ def test_a_draft_that_does_not_pay_is_told_its_limits(ends: Break, told: str) ->
     text = sentence(replace(advice_with("draft", 19.0, 0), pays_until=ends), 0.005)
     begins = "Plain decoding is faster than any number of draft tokens at a round trip of 5 ms. "
     assert text == f"{begins}{told}with one session."
+
+
+def test_a_head_has_no_round_trip() -> None:
+    """Claim: a head's round takes no round trip, its advice names a pass in place of a draft step and no trip, it is
+    paid for the target's machine alone, and beside a draft its rate is the same at every round trip. By hand: without
+    the 3 ms of the trip a round of one draft token takes 47 ms and has 1.5 tokens."""
+    head = advice_of("head", 1, READINGS, replace(TIMES, rtt=None), (2.7, 0.0))
+    draft = advice_of("draft", 1, READINGS, TIMES, (2.7, 0.54))
+    assert head.is_head and not draft.is_head and head.pays_until.rtt_s is None
+    assert head.plans[0].rate.value == pytest.approx(1.5 / 0.047)
+    assert head.plans[0].price == pytest.approx(2.7 / 3600 * 0.047 / 1.5 * 1e6)
+    assert head.pays_until.draft_step_s == pytest.approx(draft.pays_until.draft_step_s + 0.003)
+    assert "Drafting pays up to a pass of 21.0 ms, a batch of" in sentence(head, 0.005)
+    assert "up to a round trip of 16 ms, a draft step of 18.0 ms, a batch of" in sentence(draft, 0.005)
+    poor = replace(head, best=0, pays_until=Break(None, 0.0005, 0))
+    begins = "Plain decoding is faster than any number of draft tokens. Drafting would pay with a pass below 0.50 ms. "
+    assert sentence(poor, 0.005) == f"{begins}It does not pay with one session."
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(trip_table([draft, head], [TIMES, replace(TIMES, rtt=None)]))
+    lines = [line.split() for line in shown.get().splitlines()]
+    trips = [f"{1.5 / (0.047 + rtt_ms / 1e3):.1f}" for rtt_ms in RTTS_MS]
+    assert ["draft", *trips] in lines and ["head", *[trips[0]] * len(RTTS_MS)] in lines
+
+
+def test_a_head_shows_its_acceptance_by_place() -> None:
+    """Claim: behind the acceptance of its first token a head has that of each later one, those before it accepted, with
+    a chain behind every token, and its rounds are those of these coins. By hand: of four positions the coins are 1, 1,
+    0, 1 at the first place and, from the second position on, 0, 1, 1 at the second. Three of four pass; behind those of
+    the three that do not end the text, one of two. Of rounds with two draft tokens the first accepts one and writes
+    two, the next none, and the last drafts none: 3 rounds; by the coins of the first place alone they are 2. A draft
+    has no such table."""
+    reading = reading_of([1.0, 1.0, 0.0, 1.0])
+    text = replace(reading.text, token_ids=tuple(range(6)))  # whose first answered token a head does not draft
+    deeper = {Rule.GREEDY: torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=torch.float64)}
+    own = replace(reading, text=text, agreement=replace(reading.agreement, deeper=deeper))
+    (cell,), (plain,) = cells_of([own]), cells_of([replace(reading, text=text)])
+    assert [one.value for one in cell.places["GREEDY"][:2]] == pytest.approx([3 / 4, 1 / 2]) and plain.places == {}
+    assert cell.tokens["GREEDY"][1].value == pytest.approx(4 / 3)
+    assert plain.tokens["GREEDY"][1].value == pytest.approx(4 / 2)
+    advice = replace(advice_of("head", 1, [own], replace(TIMES, rtt=None), (0.0, 0.0)))
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(place_table([cell]))
+        show(console, advice, 0.0)
+    assert ["all", "0", "0.75", "0.50"] in [line.split()[:4] for line in shown.get().splitlines()]
+    assert "…" not in shown.get() and "a pass of the head 5.00 ms, a step of the target 40.00 ms" in shown.get()
+    assert shown.get().count("acceptance of a chain's token j, those before it accepted") == 2
 
 
 def test_the_table_of_all_drafts_shows_the_best_wherever_it_stands() -> None:

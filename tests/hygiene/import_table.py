@@ -248,6 +248,7 @@ TABLE = (
         "specdec.advise",
         (
             "specdec.errors",
+            "specdec.folders",
             "specdec.terminal",
             "specdec.settings",
             "specdec.config",

@@ -303,14 +303,12 @@ def pairs_kept_where_rows_were_rejected(patch: pytest.MonkeyPatch) -> None:
 
 @planted
 def a_vocabulary_that_is_not_trimmed(patch: pytest.MonkeyPatch) -> None:
-    from specdec.target_service import feature_head
-
     def spread(self, logits):
         every = logits.new_full((len(logits), VOCABULARY_SIZE), -torch.inf)
         every[:, : logits.shape[1]] = logits
         return every
 
-    patch.setattr(feature_head.FeatureHeadDrafter, "_spread", spread)
+    patch.setattr(EagleTarget, "spread", spread)
 
 
 @pytest.mark.parametrize("mistake", PLANTED)
