@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork
-from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.decoding.proposal import KnownTokens, ProposalRequest, propose
 from specdec.decoding.token_path import TokenPath
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.eagle.model import EagleTarget
@@ -89,7 +89,7 @@ class FeatureHeadDrafter:
     """Adds the nodes of a feature head to sampler outputs. Engine thread only."""
 
     def __init__(self, model: EagleTarget) -> None:
-        self._model = model
+        self._model, self._known = model, KnownTokens(model.target_ids)
         self._calibration = Calibration()
         self._trees: OrderedDict[int, GrowingTree] = OrderedDict()  # by the sessions' secrets, oldest first
 
@@ -134,7 +134,7 @@ class FeatureHeadDrafter:
         chunk = PairChunk((0,), numpy.zeros(0, numpy.int64), FIRST, [0] * row_count, features, paths)
         started_s = time.perf_counter()
         result = self._model.run_pass([chunk], range(row_count))
-        propose([ProposalRequest(params, [0], vocabulary_size)] * row_count, self._spread(result.logits))
+        propose([ProposalRequest(params, [0], vocabulary_size)] * row_count, result.logits, known=self._known)
         return time.perf_counter() - started_s
 
     def _begin(self, request: VerificationRequest, chunk: Chunk, output: SamplerOutput) -> Drafting | None:
@@ -240,7 +240,7 @@ class FeatureHeadDrafter:
                     own.nodes.append(filed)
                 names.append([own.growth.reserve_name() for _ in range(1 + own.request.head_plan.siblings)])
                 requests.append(self._request(own, node, names[-1]))
-        found = iter(zip(asked, names, propose(requests, self._spread(result.logits))))
+        found = iter(zip(asked, names, propose(requests, result.logits, known=self._known)))
         is_finite = result.is_finite.tolist()
         for (own, nodes), chunk in zip(chosen, chunks):
             paths = chunk.paths[len(chunk.paths) - len(nodes) :]
@@ -265,8 +265,3 @@ class FeatureHeadDrafter:
         branch_count = plan.siblings or (0 if plan.nodes_per_step == 1 else BRANCH_COUNT)
         path = path_behind(request.committed, [*own.tail, *below])
         return ProposalRequest(params, path, self._model.description.vocabulary_size, draws, branch_count)
-
-    def _spread(self, logits: Tensor) -> Tensor:
-        """[rows, draft vocabulary] -> [rows, vocabulary] float32, -infinity at tokens that the head does not know."""
-        every = logits.new_full((len(logits), self._model.description.vocabulary_size), -torch.inf)
-        return every.index_copy_(1, self._model.target_ids, logits)
