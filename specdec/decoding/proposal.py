@@ -215,10 +215,11 @@ def coupled_proposals(
     if not is_large and (native := native_guesser(requests, logits)) is not None:
         keys = [stream_key(seed, Lane.GUMBEL, position) for seed, position in zip(seeds, positions)]
         return native_guesses(native, requests, logits, keys, [params.temperature for params in all_params], known)
+    token_ids = None if known is None else known.ids[None]
     if is_large or any(params.top_k or params.top_p < 1 for params in all_params):
         scores, token_ids = likeliest_of_distribution(requests, logits, known, NOISED_LIKELIEST)
     else:
-        scores, token_ids = tempered_distribution(requests, logits), None if known is None else known.ids[None]
+        scores = tempered_distribution(requests, logits)
     if token_ids is None and not is_device(logits.device):
         raced = kept_noise(list(zip(seeds, positions)), scores.shape[1])
     else:

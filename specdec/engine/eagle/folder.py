@@ -51,7 +51,8 @@ def target_facts(folder: ModelFolder) -> TargetFacts:
 
 def load_eagle(folder: Path, target: TargetFacts) -> EagleHead:
     """Returns the head in a folder, float32 and frozen. It proposes only ids that the target serves, ascending: rows of
-    the output layer are put in this order, and those for others are dropped. Raises ModelRefused, in one line with file, field or tensor, value and limit."""
+    the output layer are put in this order, and those for others are dropped. Raises ModelRefused, in one line with
+    file, field or tensor, value and limit."""
     config = head_config(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE), target)
     stored = stored_tensors(weight_files_of(folder, str(folder)))
     names = _names(stored)
