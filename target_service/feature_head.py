@@ -129,7 +129,7 @@ class FeatureHeadDrafter:
         """Returns the seconds of one pass of pairs without a text before them, with its greedy proposals."""
         storage, hidden_size = self._model.storage, self._model.config.hidden_size
         params = ResolvedSamplingParams(Rule.GREEDY, 0, 1, temperature=0.0)
-        features = torch.zeros(row_count, hidden_size).to(storage.features)
+        features = storage.features.new_zeros(row_count, hidden_size)
         paths = [[storage.scratch_start + row] for row in range(row_count)]
         chunk = PairChunk((0,), numpy.zeros(0, numpy.int64), FIRST, [0] * row_count, features, paths)
         started_s = time.perf_counter()

@@ -55,7 +55,7 @@ class GoodputPolicy:
         self._own = goodput.off
         self._rates = self._compute_rates()
         measured = [own for own in goodput.drafting if own.rounds >= MEASURED_ROUNDS]
-        self._run(self._best(measured or goodput.drafting, self._rest()), -math.inf)
+        self._run(self._best(measured or goodput.opening, self._rest()), -math.inf)
 
     @property
     def prediction(self) -> Prediction:
@@ -187,7 +187,8 @@ class GoodputPolicy:
                 self._explore(goodput.off, now_s)
                 goodput.baseline_until_s = goodput.exploring_until_s
                 return
-        promises = {own: self._promise(own, best) for own in goodput.drafting if own is not best}
+        open_plans = goodput.drafting if best.plan.window else goodput.opening
+        promises = {own: self._promise(own, best) for own in open_plans if own is not best}
         own = max(promises, key=promises.__getitem__, default=best)
         is_due = not best.plan.window and now_s >= goodput.drafted_s + PROBE_S
         if own is not best and (is_due or promises[own] > rates[best]) and self._loss_s(own, best) <= goodput.credit_s:
