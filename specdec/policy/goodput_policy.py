@@ -203,8 +203,10 @@ class GoodputPolicy:
         return self._goodput.rate(own, acceptance, self._local.value, 1 + self._spread(own))
 
     def _rounds(self, own: Candidate) -> int:
-        """Rounds of an exploration: half as many of plain decoding, of which each is like the next."""
-        return EXPLORATION_ROUNDS if own.plan.window else EXPLORATION_ROUNDS // 2
+        """Rounds of an exploration: half as many of plain decoding, of which each is like the next, and of the one
+        plan that says whether a head is of use at all."""
+        is_short = not own.plan.window or [own] == self._goodput.opening
+        return EXPLORATION_ROUNDS // 2 if is_short else EXPLORATION_ROUNDS
 
     def _loss_s(self, own: Candidate, best: Candidate) -> float:
         """The seconds that an exploration is expected to lose; never more than the budget can save."""
