@@ -130,7 +130,7 @@ def planted(rule: Rule) -> Callable[..., None]:
 def noise_of_the_columns(patch: pytest.MonkeyPatch) -> None:
     own = proposal.guess
 
-    def guess(native, logits, keys, temperatures, count, token_ids=None):  # type: ignore[no-untyped-def]
+    def guess(native, logits, keys, temperatures, count, token_ids=None):
         columns, shares = own(native, logits, keys, temperatures, count)
         return columns if token_ids is None else token_ids[torch.tensor(columns)].tolist(), shares
 
