@@ -1,9 +1,10 @@
 """`python -m bench.policy_cells`: the policy in a simulated service, against off and against the best fixed plan.
 
-Three kinds of cells. Where the draft is of no use, or ceases to be, the policy must reach 0.98 of off from 2 s after
+Four kinds of cells. Where the draft is of no use, or ceases to be, the policy must reach 0.98 of off from 2 s after
 the change on. Where speculation pays it must reach 0.97 of the best fixed plan, that plan chosen on other seeds. A
-minute after odd requests (bench/policy_bursts.py) it must be near that plan whatever they taught. Steps jitter and now
-and then pause; no models, no services, no real clock: bench/simulation.py.
+minute after odd requests (bench/policy_bursts.py) it must be near that plan whatever they taught. The first text of a
+service with a feature head must be near off if the head is useless, else near the best plan. Steps jitter and now and
+then pause; no models, no services, no real clock: bench/simulation.py.
 """
 
 from __future__ import annotations
@@ -15,20 +16,28 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.bars import add_check_flag, as_json, conclude
 from bench.policy_bursts import with_bursts
+from bench.policy_tables import (
+    OF_BEST,
+    OF_BEST_FIRST,
+    OF_BEST_LATER,
+    OF_OFF,
+    OF_OFF_FIRST,
+    Result,
+    bars_of,
+    table_of,
+)
 from bench.simulation import FixedService, Simulation, Text, World, best_plan
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.discovery import Member
@@ -42,7 +51,7 @@ from specdec.protocol.request import GenerationRequest, SamplingParams
 from specdec.protocol.types import Description, Rule
 
 TARGET_S, LENGTH_CAP = 0.018, 16
-OF_OFF, OF_BEST, OF_BEST_LATER = 0.98, 0.97, 0.9
+FIRST_TOKENS, FIRST_RUNS = 64, 8  # of a first text; runs of such a cell for each seed
 BURSTS_S, BACK_S, COUNTED_S = 1800.0, 60.0, 40.0
 OTHER_SEED = 1000
 SETTINGS = CoordinatorSettings(
@@ -104,7 +113,8 @@ class FleetService(FixedService):
 class Cell:
     """A world, and the time that counts, from 2 s after what changes in it on. `streams`: those that count, by default
     all; with `is_beside`, off is those streams alone, the others speculate. `pays`: the bar is of the best fixed plan.
-    `bursts_s`: seconds of odd requests before its own; the time counts from their end."""
+    `bursts_s`: seconds of odd requests before its own; the time counts from their end. `is_first`: instead of a time
+    the first FIRST_TOKENS of a fresh service count."""
 
     name: str
     world: World
@@ -114,13 +124,35 @@ class Cell:
     streams: Sequence[int] = ()
     is_beside: bool = False
     bursts_s: float = 0.0
+    is_first: bool = False
+
+    @property
+    def bound(self) -> float:
+        """The least share of off, or of the best fixed plan."""
+        of_off, of_best = (OF_OFF_FIRST, OF_BEST_FIRST) if self.is_first else (OF_OFF, OF_BEST)
+        return OF_BEST_LATER if self.bursts_s else of_best if self.pays else of_off
+
+    def seeds(self, count: int) -> range:
+        """Fewer of the long bursts, more of short texts."""
+        return range(-(-count // 3) if self.bursts_s else count * FIRST_RUNS if self.is_first else count)
 
     def rate(self, service: FixedService, seed: int) -> float:
         """Tokens per second of the streams that count."""
+        if self.is_first:
+            return first_rate(self.world, service, seed)
         world = with_bursts(self.world, self.bursts_s, seed) if self.bursts_s else self.world
         from_s, to_s, run = self.bursts_s + self.from_s, self.bursts_s + self.to_s, Simulation(world, service, seed)
         run.run_until(to_s)
         return sum(run.rate(index, from_s, to_s) for index in self.streams or range(len(self.world.texts)))
+
+
+def first_rate(world: World, service: FixedService, seed: int) -> float:
+    """Tokens per second of the first tokens of a service."""
+    run = Simulation(world, service, seed)
+    while len(run.streams[0].ranks) < FIRST_TOKENS:
+        run.run_until(run.now_s + 1.0)
+    at_s, count = next(own for own in run.streams[0].timeline if own[1] >= FIRST_TOKENS)
+    return count / at_s
 
 
 def _step_s(first_s: float, slope: float, rows: int) -> float:
@@ -248,22 +280,21 @@ def burst_cells(bursts_s: float = BURSTS_S) -> list[Cell]:
     return [Cell(f"after odd requests, {name}", world, *times) for name, world in worlds.items()]
 
 
-CELLS = {cell.name: cell for cell in [*failing_cells(), *paying_cells(), *burst_cells()]}
+def first_cells() -> list[Cell]:
+    """The first text of a service whose target has a head, of no use or good, by the share of a step of its pass."""
+    grid = [(acceptance, share) for acceptance in (0.0, 0.1, 0.5, 0.7) for share in (0.1, 0.14)]
+    return [
+        Cell(
+            f"first text, head, acceptance {of}, {share} of a step",
+            headed(1, of, share=share),
+            pays=of > share,
+            is_first=True,
+        )
+        for of, share in grid
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Tokens per second of a cell, means of some seeds. `best`: of the best fixed plan, if it was searched; `other`: of
-    the policy of another checkout. `share`: of what the bar, `bound`, is of."""
-
-    name: str
-    off: float
-    auto: float
-    best: float | None
-    plan: str
-    share: float
-    bound: float
-    other: float | None = None
+CELLS = {cell.name: cell for cell in [*failing_cells(), *paying_cells(), *burst_cells(), *first_cells()]}
 
 
 def mean(cell: Cell, service_of: Callable[[], FixedService], seeds: Sequence[int]) -> float:
@@ -272,23 +303,24 @@ def mean(cell: Cell, service_of: Callable[[], FixedService], seeds: Sequence[int
 
 
 def auto(name: str, seed_count: int) -> float:
-    """Tokens per second of a cell under the coordinator's policy; of the long bursts on a third of the seeds."""
+    """Tokens per second of a cell under the coordinator's policy."""
     cell = CELLS[name]
-    return mean(cell, lambda: FleetService(cell.world), range(-(-seed_count // 3) if cell.bursts_s else seed_count))
+    return mean(cell, lambda: FleetService(cell.world), cell.seeds(seed_count))
 
 
 def run(name: str, seed_count: int) -> Result:
     """Runs a cell; the best plan is chosen on a seed of its own."""
-    cell, seeds, best, plan = CELLS[name], range(seed_count), None, OFF_PLAN
+    cell, best, plan = CELLS[name], None, OFF_PLAN
+    seeds = cell.seeds(seed_count) if cell.is_first else range(seed_count)
     quiet = replace(cell, bursts_s=0.0, from_s=2.0, to_s=20.0) if cell.bursts_s else cell
     plain = cell.streams if cell.is_beside else range(len(cell.world.texts))
     off, own = mean(quiet, lambda: FleetService(cell.world, plain=plain), seeds), auto(name, seed_count)
     if cell.pays:
         has_head = cell.world.head_pass_s is not None
-        plan = best_plan(lambda plan: quiet.rate(FixedService(plan), OTHER_SEED), has_head)[1]
+        others = range(OTHER_SEED, OTHER_SEED + len(seeds)) if cell.is_first else (OTHER_SEED,)
+        plan = best_plan(lambda plan: mean(quiet, lambda: FixedService(plan), others), has_head)[1]
         best = mean(quiet, lambda: FixedService(plan), seeds)
-    bound = OF_BEST_LATER if cell.bursts_s else OF_BEST if cell.pays else OF_OFF
-    return Result(name, off, own, best, plan.description if cell.pays else "", own / (best or off), bound)
+    return Result(name, off, own, best, plan.description if cell.pays else "", own / (best or off), cell.bound)
 
 
 def in_turn(function: Callable[..., Any], names: Sequence[str], seed_count: int) -> list[Any]:
@@ -313,43 +345,6 @@ def of_checkout(checkout: Path, names: Sequence[str], seed_count: int) -> list[f
         raise SystemExit(f"--checkout {checkout}: its fleet or its peers are not those that `FleetService` speaks to")
     found: list[float] = json.loads(done.stdout)
     return found
-
-
-def table_of(results: Sequence[Result]) -> Table:
-    """A line for each cell, and the geometric means of all."""
-    table, all_ratios = Table(title="the policy in a simulated service; tokens per second"), []
-    for name in ("cell", "off", "auto", "auto / off", "auto / best", "auto / other", "best fixed plan", ""):
-        table.add_column(name, justify="left" if name in ("cell", "best fixed plan") else "right")
-    for line in results:
-        all_ratios.append([line.auto / base if base else math.nan for base in (line.off, line.best, line.other)])
-        missed = "" if line.share >= line.bound else "below"
-        table.add_row(line.name, f"{line.off:.1f}", f"{line.auto:.1f}", *_shown(all_ratios[-1]), line.plan, missed)
-    means = [mean_of(ratio for ratio in column if ratio == ratio) for column in zip(*all_ratios)]
-    table.add_row("geometric mean", "", "", *_shown(means), style="bold")
-    return table
-
-
-def _shown(ratios: Iterable[float | None]) -> list[str]:
-    return ["" if ratio is None or math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios]
-
-
-def mean_of(ratios: Iterable[float]) -> float | None:
-    """The geometric mean; None of nothing."""
-    known = [*ratios]
-    return geometric_mean(known) if known else None
-
-
-def bars_of(results: Sequence[Result]) -> list[Bar]:
-    """Each cell without gain, those with gain together, and each after odd requests."""
-
-    def shares(bound: float) -> dict[str, float]:
-        return {line.name: line.share for line in results if line.bound == bound}
-
-    return [
-        worst_of("simulated: auto / off where speculation gains nothing", OF_OFF, shares(OF_OFF)),
-        Bar("simulated: auto / best fixed where it pays", OF_BEST, mean_of(shares(OF_BEST).values())),
-        worst_of("simulated: auto / best fixed a minute after odd requests", OF_BEST_LATER, shares(OF_BEST_LATER)),
-    ]
 
 
 def main() -> int:

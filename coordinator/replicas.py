@@ -59,7 +59,7 @@ class Target(Peer):
         super()._measure_anew()
         self.steps = {rule: StepTimes() for rule in Rule}
         self.head_times = {rule: HeadTimes() for rule in Rule}
-        self.head_acceptance = {rule: Acceptance() for rule in Rule}
+        self.head_acceptance = {rule: Acceptance.of_head() for rule in Rule}
 
     @property
     def has_feature_head(self) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork
-from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.decoding.proposal import KnownTokens, ProposalRequest, propose
 from specdec.decoding.token_path import TokenPath
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.eagle.model import EagleTarget
@@ -89,7 +89,7 @@ class FeatureHeadDrafter:
     """Adds the nodes of a feature head to sampler outputs. Engine thread only."""
 
     def __init__(self, model: EagleTarget) -> None:
-        self._model = model
+        self._model, self._known = model, KnownTokens(model.target_ids)
         self._calibration = Calibration()
         self._trees: OrderedDict[int, GrowingTree] = OrderedDict()  # by the sessions' secrets, oldest first
 
@@ -129,12 +129,12 @@ class FeatureHeadDrafter:
         """Returns the seconds of one pass of pairs without a text before them, with its greedy proposals."""
         storage, hidden_size = self._model.storage, self._model.config.hidden_size
         params = ResolvedSamplingParams(Rule.GREEDY, 0, 1, temperature=0.0)
-        features = torch.zeros(row_count, hidden_size).to(storage.features)
+        features = storage.features.new_zeros(row_count, hidden_size)
         paths = [[storage.scratch_start + row] for row in range(row_count)]
         chunk = PairChunk((0,), numpy.zeros(0, numpy.int64), FIRST, [0] * row_count, features, paths)
         started_s = time.perf_counter()
         result = self._model.run_pass([chunk], range(row_count))
-        propose([ProposalRequest(params, [0], vocabulary_size)] * row_count, self._model.spread(result.logits))
+        propose([ProposalRequest(params, [0], vocabulary_size)] * row_count, result.logits, known=self._known)
         return time.perf_counter() - started_s
 
     def _begin(self, request: VerificationRequest, chunk: Chunk, output: SamplerOutput) -> Drafting | None:
@@ -240,7 +240,7 @@ class FeatureHeadDrafter:
                     own.nodes.append(filed)
                 names.append([own.growth.reserve_name() for _ in range(1 + own.request.head_plan.siblings)])
                 requests.append(self._request(own, node, names[-1]))
-        found = iter(zip(asked, names, propose(requests, self._model.spread(result.logits))))
+        found = iter(zip(asked, names, propose(requests, result.logits, known=self._known)))
         is_finite = result.is_finite.tolist()
         for (own, nodes), chunk in zip(chosen, chunks):
             paths = chunk.paths[len(chunk.paths) - len(nodes) :]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.advise.agreement import ROWS
 from specdec.advise.forecast import LENGTHS
+from specdec.decoding.proposal import KnownTokens
 from specdec.engine.eagle.model import EagleTarget
 from specdec.engine.eagle.pairs import FIRST, PairChunk, PassResult, slots_of
 from specdec.errors import NumericsError
@@ -29,7 +30,7 @@ class ChainReader:
     def __init__(self, model: EagleTarget, blocks: Sequence[int]) -> None:
         self.hidden: Tensor | None = None
         self.deeper: Sequence[Tensor] = ()
-        self._model, self._blocks = model, blocks
+        self._model, self._blocks, self._known = model, blocks, KnownTokens(model.target_ids)
 
     def read(self, token_ids: Sequence[int], first: int, encoder_length: int = 0) -> Iterator[Tensor]:
         """Yields logits of positions first, first + 1, ..., ROWS at a time, and keeps those of chains behind them that
@@ -80,4 +81,4 @@ class ChainReader:
         return result
 
     def _logits(self, result: PassResult) -> Tensor:
-        return self._model.spread(result.logits).float().cpu()
+        return self._known.spread(result.logits).float().cpu()

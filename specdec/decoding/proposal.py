@@ -12,7 +12,6 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -22,12 +21,12 @@ from specdec.decoding.distribution import every_token_id, taken, without_improba
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
 from specdec.decoding.logits_processors import PathContext, edited_logits
 from specdec.decoding.masks import check_masks, masked
-from specdec.decoding.noise import gumbel_bits, gumbel_keys
+from specdec.decoding.noise import gumbel_keys, kept_noise, near_gumbel
 from specdec.decoding.topk import top
 from specdec.decoding.verification import in_order
 from specdec.engine.cpu.kernels import Kernels
 from specdec.engine.cpu.sampling import guess, kernels_for
-from specdec.protocol.noise import GUMBEL_BITS, UNIFORM_BITS, Lane, stream_key
+from specdec.protocol.noise import UNIFORM_BITS, Lane, stream_key
 from specdec.protocol.types import (
     DRAFT_PROBS_STEPS_PER_OCTAVE,
     DRAFT_PROBS_WEIGHTS,
@@ -42,9 +41,7 @@ PROPOSAL_PROBS_TOKENS_MAX = 96  # 2 to 3 bytes each: the draft distributions of 
 # Of COUPLED. Noise lifts an unlikely token to the top as often as the target draws it, so all tokens get noise; in a
 # larger vocabulary only the likeliest few hundred, which have nearly all the probability.
 NOISED_TOKENS_MAX, NOISED_LIKELIEST = 8192, 512
-NOISE_KEPT = 512  # positions with kept noise: of 16 sessions with full windows, 8 MB at 4,096 tokens
 NUMBERS_AT_ONCE = 1 << 18  # on a CPU: what is computed of all logits of these rows stays in its cache
-NOISE: dict[tuple[int, int, int], Tensor] = {}  # kept noise by seed, position and width, oldest first
 WEIGHTS = torch.tensor((*DRAFT_PROBS_WEIGHTS, 0))  # by code
 CODE_SCALE = -DRAFT_PROBS_STEPS_PER_OCTAVE / math.log(2)
 
@@ -87,6 +84,20 @@ class Proposal(NamedTuple):
 NO_PROPOSAL = Proposal(())
 
 
+class KnownTokens:
+    """The tokens of a draft that knows some of the target's: column i of its logits is token ids[i]."""
+
+    def __init__(self, ids: Tensor) -> None:
+        """ids: [columns] int64 on the device of the logits, different, ascending if of equal logits the lower id is to
+        be the likelier one"""
+        self.ids, self.end = ids, int(ids.max()) + 1
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[n, columns] -> [n, end], -infinity for the others"""
+        every = logits.new_full((len(logits), self.end), -math.inf)
+        return every.index_copy_(1, self.ids, logits)
+
+
 def proposals(
     payloads: Sequence[Sequence[ProposalRequest]],
     row_counts: Sequence[int],
@@ -104,18 +115,26 @@ def proposals(
     return [list(itertools.islice(made, count)) for count in row_counts]
 
 
-def propose(requests: Sequence[ProposalRequest], logits: Tensor, masks: Tensor | None = None) -> list[Proposal]:
+def propose(
+    requests: Sequence[ProposalRequest],
+    logits: Tensor,
+    masks: Tensor | None = None,
+    known: KnownTokens | None = None,
+) -> list[Proposal]:
     """Returns one proposal per request, in order.  logits: [len(requests), vocabulary] float32
 
     masks: the legal tokens of each row along its path, of the target's vocabulary (decoding/masks.py); None where all
-    are legal. An illegal token has no weight; a row without a legal token has no guess.
+    are legal. An illegal token has no weight; a row without a legal token has no guess. `known`: the tokens of the
+    columns; None: column i is token i. Proposals are those of logits that are spread over all tokens.
     """
     if logits.shape[0] != len(requests):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} proposals")
+    if known is not None and (masks is not None or any(is_by_id(request, known) for request in requests)):
+        logits, known = known.spread(logits), None
     check_masks(masks, logits[:, : max((request.vocabulary_size for request in requests), default=0)])
     groups: dict[tuple[int, int], list[int]] = {}
     for index, request in enumerate(requests):
-        width = min(request.vocabulary_size, logits.shape[1])
+        width = logits.shape[1] if known is not None else min(request.vocabulary_size, logits.shape[1])
         groups.setdefault((request.params.rule.value, width), []).append(index)
 
     def compute(host_copy: HostCopy) -> Callable[[], list[Proposal]]:
@@ -128,20 +147,31 @@ def propose(requests: Sequence[ProposalRequest], logits: Tensor, masks: Tensor |
                 first, last = indices[0], indices[-1] + 1
                 rows = logits[first:last] if last - first == len(indices) else taken(logits, indices)
                 own_masks = None if masks is None else taken(masks, indices)
-                finishes.append((indices, proposals_of_rule(Rule(rule), chosen, rows[:, :width], own_masks, host_copy)))
+                own = rows[:, :width], own_masks, known
+                finishes.append((indices, proposals_of_rule(Rule(rule), chosen, *own, host_copy)))
         return lambda: in_order(finishes)
 
     return with_one_host_copy(logits.device, compute)
 
 
+def is_by_id(request: ProposalRequest, known: KnownTokens) -> bool:
+    """Whether a request's guesses follow from more of a token than its logit: edits, or whether the target has it."""
+    return request.vocabulary_size < known.end or may_edit(request.params)
+
+
 def proposals_of_rule(
-    rule: Rule, requests: Sequence[ProposalRequest], logits: Tensor, masks: Tensor | None, host_copy: HostCopy
+    rule: Rule,
+    requests: Sequence[ProposalRequest],
+    logits: Tensor,
+    masks: Tensor | None,
+    known: KnownTokens | None,
+    host_copy: HostCopy,
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the proposals of requests that share a rule, called after the host copy."""
     if masks is None:
-        return WAYS[rule](requests, logits, host_copy)
+        return WAYS[rule](requests, logits, known, host_copy)
     legal, is_empty = masked(logits, masks)
-    found, without = WAYS[rule](requests, legal, host_copy), host_copy.to_host(is_empty)
+    found, without = WAYS[rule](requests, legal, known, host_copy), host_copy.to_host(is_empty)
     return lambda: [NO_PROPOSAL if none else proposal for none, proposal in zip(without(), found())]
 
 
@@ -164,78 +194,73 @@ def may_edit(params: ResolvedSamplingParams) -> bool:
 
 
 def greedy_proposals(
-    requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
+    requests: Sequence[ProposalRequest], logits: Tensor, known: KnownTokens | None, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the likeliest tokens and their shares of the softmax, called after the host copy."""
+    if (native := native_guesser(requests, logits)) is not None:
+        return native_guesses(native, requests, logits, None, [1.0] * len(requests), known)
     edited = edited_rows(requests, logits)
-    token_ids = top(edited, guess_count(requests, edited.shape[1]))[1]
-    shares = edited.softmax(1).gather(1, token_ids)
-    return guesses_of(requests, host_copy.to_host(token_ids), host_copy.to_host(shares))
+    columns = top(edited, guess_count(requests, edited.shape[1]))[1]
+    shares = edited.softmax(1).gather(1, columns)
+    return guesses_of(requests, host_copy.to_host(tokens_at(columns, known)), host_copy.to_host(shares))
 
 
 def coupled_proposals(
-    requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
+    requests: Sequence[ProposalRequest], logits: Tensor, known: KnownTokens | None, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the tokens of highest score log p + noise, and their softmax shares of these scores."""
     all_params = [request.params for request in requests]
     seeds, positions = [params.seed for params in all_params], [len(request.path) for request in requests]
-    if (native := native_guesser(requests, logits)) is not None:
+    is_large = logits.shape[1] > NOISED_TOKENS_MAX
+    if not is_large and (native := native_guesser(requests, logits)) is not None:
         keys = [stream_key(seed, Lane.GUMBEL, position) for seed, position in zip(seeds, positions)]
-        count = guess_count(requests, logits.shape[1])
-        found = guess(native, logits, keys, [params.temperature for params in all_params], count)
-        return guesses_of(requests, lambda: found[0], lambda: found[1])
-    if logits.shape[1] > NOISED_TOKENS_MAX or any(params.top_k or params.top_p < 1 for params in all_params):
-        scores, token_ids = likeliest_of_distribution(requests, logits, NOISED_LIKELIEST)
+        return native_guesses(native, requests, logits, keys, [params.temperature for params in all_params], known)
+    token_ids = None if known is None else known.ids[None]
+    if is_large or any(params.top_k or params.top_p < 1 for params in all_params):
+        scores, token_ids = likeliest_of_distribution(requests, logits, known, NOISED_LIKELIEST)
     else:
-        scores, token_ids = tempered_distribution(requests, logits), None
+        scores = tempered_distribution(requests, logits)
     if token_ids is None and not is_device(logits.device):
         raced = kept_noise(list(zip(seeds, positions)), scores.shape[1])
     else:
         ids = every_token_id(scores) if token_ids is None else token_ids
-        raced = noise(gumbel_keys(seeds, positions, logits.device), ids)
+        raced = near_gumbel(gumbel_keys(seeds, positions, logits.device), ids)
     raced += scores
     columns = top(raced, guess_count(requests, raced.shape[1]))[1]
     shares = raced.softmax(1).gather(1, columns)
-    chosen = columns if token_ids is None else token_ids.gather(1, columns)
+    chosen = columns if token_ids is None else token_ids.expand(raced.shape).gather(1, columns)
     return guesses_of(requests, host_copy.to_host(chosen), host_copy.to_host(shares))
+
+
+def tokens_at(columns: Tensor, known: KnownTokens | None) -> Tensor:
+    """Returns the token ids of columns, in their shape.  # int64"""
+    return columns if known is None else known.ids[columns]
 
 
 def native_guesser(requests: Sequence[ProposalRequest], logits: Tensor) -> Kernels | None:
     """Returns the native kernels if these requests' guesses need nothing but logits and temperatures."""
-    others = (params.top_k or params.top_p < 1 or params.min_p or may_edit(params) for params in own_params(requests))
-    return None if logits.shape[1] > NOISED_TOKENS_MAX or any(others) else kernels_for(logits)
+    every = own_params(requests)
+    others = (may_edit(params) or params.rule is not Rule.GREEDY and has_cut(params) for params in every)
+    return None if any(others) else kernels_for(logits)
 
 
-def noise(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Returns -log(-log u) for uniform u, -log u as -log1p(u - 1): the winning u, near 1, stay precise.
-
-    It is `decoding.noise.gumbel` in float32.  # [n, columns]
-    """
-    rest = (1 << GUMBEL_BITS) - gumbel_bits(keys, token_ids)  # (1 - u) * 2**52, half a unit more
-    return rest.to(torch.float32).sub_(0.5).mul_(-(2.0**-GUMBEL_BITS)).log1p_().neg_().log_().neg_()
+def has_cut(params: ResolvedSamplingParams) -> bool:
+    """Whether its distribution leaves tokens out."""
+    return bool(params.top_k or params.top_p < 1 or params.min_p)
 
 
-def kept_noise(keys: Sequence[tuple[int, int]], width: int) -> Tensor:
-    """Returns the `noise` of all tokens at each (seed, position): the same for all nodes there, and for every tree.
-
-    That of new positions is computed together: at 8 of them in a third of the time.  # [len(keys), width]
-    """
-    missing = [key for key in dict.fromkeys(keys) if (*key, width) not in NOISE]
-    if missing:
-        seeds, positions = zip(*missing)
-        made = noise(gumbel_keys(seeds, positions, torch.device("cpu")), token_ids_below(width))
-        NOISE.update(((*key, width), row) for key, row in zip(missing, made))
-    rows = [NOISE[*key, width] for key in keys]
-    if len(NOISE) > NOISE_KEPT:
-        for oldest in list(NOISE)[:-NOISE_KEPT]:
-            NOISE.pop(oldest, None)
-    return torch.stack(rows)
-
-
-@lru_cache(8)
-def token_ids_below(width: int) -> Tensor:
-    """Returns the ids of a vocabulary.  # [1, width] int64"""
-    return torch.arange(width)[None]
+def native_guesses(
+    native: Kernels,
+    requests: Sequence[ProposalRequest],
+    logits: Tensor,
+    keys: Sequence[int] | None,
+    temperatures: Sequence[float],
+    known: KnownTokens | None,
+) -> Callable[[], list[Proposal]]:
+    """Returns a function for guesses by the kernels; `keys`: of the noise of each row, if any."""
+    token_ids = None if known is None else known.ids
+    found = guess(native, logits, keys, temperatures, guess_count(requests, logits.shape[1]), token_ids)
+    return guesses_of(requests, lambda: found[0], lambda: found[1])
 
 
 def tempered_distribution(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
@@ -250,7 +275,7 @@ def tempered_distribution(requests: Sequence[ProposalRequest], logits: Tensor) -
 
 
 def rejection_proposals(
-    requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
+    requests: Sequence[ProposalRequest], logits: Tensor, known: KnownTokens | None, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the draft distribution as sent, its likeliest tokens with the nearest of the encodable
     weights, and a draw from it.
@@ -258,11 +283,12 @@ def rejection_proposals(
     The likeliest token has weight 65535. A token less likely than 1/65535 of it is left out of the draft distribution
     and is never drawn.
     """
-    scores, token_ids = likeliest_of_distribution(requests, logits, PROPOSAL_PROBS_TOKENS_MAX)
+    scores, token_ids = likeliest_of_distribution(requests, logits, known, PROPOSAL_PROBS_TOKENS_MAX)
     code_count = len(DRAFT_PROBS_WEIGHTS)
     codes = scores.mul_(CODE_SCALE).round_().clamp_(max=code_count).to(torch.int64).clamp_(0, code_count)
     weights = sent(WEIGHTS, logits.device)[codes]
-    by_id = token_ids.masked_fill(weights == 0, logits.shape[1]).sort(dim=1)  # those left out are last
+    past = logits.shape[1] if known is None else known.end
+    by_id = token_ids.masked_fill(weights == 0, past).sort(dim=1)  # those left out are last
     first = 1 + max(request.branch_count + len(request.draws) for request in requests)
     columns = (
         (weights > 0).sum(1),
@@ -308,7 +334,9 @@ def guesses_of(
     return finish
 
 
-def likeliest_of_distribution(requests: Sequence[ProposalRequest], logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def likeliest_of_distribution(
+    requests: Sequence[ProposalRequest], logits: Tensor, known: KnownTokens | None, count: int
+) -> tuple[Tensor, Tensor]:
     """Returns the likeliest tokens of each request's distribution, likeliest first: log-probabilities up to a constant,
     the first at 0, and ids.  # [n, columns] float32, -inf outside the support; [n, columns] int64
 
@@ -316,7 +344,7 @@ def likeliest_of_distribution(requests: Sequence[ProposalRequest], logits: Tenso
     """
     all_params = [request.params for request in requests]
     edited = edited_rows(requests, logits)
-    values, token_ids = top(edited, min(count, edited.shape[1]))
+    values, columns = top(edited, min(count, edited.shape[1]))
     temperatures = column([params.temperature for params in all_params], edited)
     scores = ((values - values[:, :1]) / temperatures).float()
     without_improbable(scores, all_params)
@@ -334,7 +362,7 @@ def likeliest_of_distribution(requests: Sequence[ProposalRequest], logits: Tenso
         outside = before >= limits * totals
         outside[:, 0] = False
         scores.masked_fill_(outside, -math.inf)
-    return scores, token_ids
+    return scores, tokens_at(columns, known)
 
 
 def column(numbers: list[float], like: Tensor) -> Tensor:

@@ -8,24 +8,33 @@ from specdec.policy.mean import Mean
 from specdec.protocol.records import RoundRecord
 
 ACCEPTANCE_GUESS, PRIOR_TOKENS = 0.65, 40.0  # of a draft; tested tokens as which the estimate above counts
+HEAD_GUESS, HEAD_PRIOR_TOKENS = 0.5, 6.0  # of a feature head, of which the first tokens tell whether it was trained
 
 
 class Acceptance:
     """Of a draft under one rule, and of a session, shrunk to that of its draft, `above`."""
 
-    def __init__(self, above: Acceptance | None = None) -> None:
-        self._above = above
-        self._mean = Mean(ACCEPTANCE_GUESS)
+    def __init__(
+        self, above: Acceptance | None = None, guess: float = ACCEPTANCE_GUESS, guess_tokens: float = PRIOR_TOKENS
+    ) -> None:
+        """`guess`: where nothing is above, of as many tested tokens as `guess_tokens`."""
+        self._above, self._guess, self._prior_tokens = above, guess, guess_tokens
+        self._mean = Mean(guess)
+
+    @classmethod
+    def of_head(cls) -> Acceptance:
+        """That of a feature head."""
+        return cls(None, HEAD_GUESS, HEAD_PRIOR_TOKENS)
 
     @property
     def value(self) -> float:
         """The estimate."""
-        return self._mean.shrunk(ACCEPTANCE_GUESS if self._above is None else self._above.value, PRIOR_TOKENS)
+        return self._mean.shrunk(self._guess if self._above is None else self._above.value, self._prior_tokens)
 
     @property
     def spread(self) -> float:
         """Its standard error."""
-        return math.sqrt(self.value * (1 - self.value) / (PRIOR_TOKENS + self._mean.weight))
+        return math.sqrt(self.value * (1 - self.value) / (self._prior_tokens + self._mean.weight))
 
     def add(self, record: RoundRecord) -> None:
         """Takes a round: the draft model's tokens up to the first rejection were tested. Where none was: whether its

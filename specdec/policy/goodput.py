@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specdec.policy.acceptance import Acceptance
-from specdec.policy.draft_time import DraftTimes
+from specdec.policy.draft_time import DraftTimes, HeadTimes
 from specdec.policy.mean import Mean
 from specdec.policy.plans import Forecast, catalogue, forecast
 from specdec.policy.steps import StepTimes
@@ -72,6 +72,9 @@ class Goodput:
         self.candidates = [Candidate(plan) for plan in capped]
         self.off, *others = self.candidates
         self.drafting = [own for own in others if own.plan.window]
+        # Those that a session may begin with: each pass of a head takes its time and brings less than the one before,
+        # so where a chain of one token gains nothing no plan does.
+        self.opening = self.drafting[:1] if isinstance(draft, HeadTimes) else self.drafting
         self.local = next((own for own in others if not own.plan.window), None)
         self.local_accepted, self._overhead_s = Mean(0.0), Mean(OVERHEAD_GUESS_S)
         self._usual = Mean(1.0)  # accepted over forecast tokens of all plans of the draft

@@ -55,7 +55,7 @@ class GoodputPolicy:
         self._own = goodput.off
         self._rates = self._compute_rates()
         measured = [own for own in goodput.drafting if own.rounds >= MEASURED_ROUNDS]
-        self._run(self._best(measured or goodput.drafting, self._rest()), -math.inf)
+        self._run(self._best(measured or goodput.opening, self._rest()), -math.inf)
 
     @property
     def prediction(self) -> Prediction:
@@ -187,7 +187,8 @@ class GoodputPolicy:
                 self._explore(goodput.off, now_s)
                 goodput.baseline_until_s = goodput.exploring_until_s
                 return
-        promises = {own: self._promise(own, best) for own in goodput.drafting if own is not best}
+        open_plans = goodput.drafting if best.plan.window else goodput.opening
+        promises = {own: self._promise(own, best) for own in open_plans if own is not best}
         own = max(promises, key=promises.__getitem__, default=best)
         is_due = not best.plan.window and now_s >= goodput.drafted_s + PROBE_S
         if own is not best and (is_due or promises[own] > rates[best]) and self._loss_s(own, best) <= goodput.credit_s:
@@ -202,8 +203,10 @@ class GoodputPolicy:
         return self._goodput.rate(own, acceptance, self._local.value, 1 + self._spread(own))
 
     def _rounds(self, own: Candidate) -> int:
-        """Rounds of an exploration: half as many of plain decoding, of which each is like the next."""
-        return EXPLORATION_ROUNDS if own.plan.window else EXPLORATION_ROUNDS // 2
+        """Rounds of an exploration: half as many of plain decoding, of which each is like the next, and of the one
+        plan that says whether a head is of use at all."""
+        is_short = not own.plan.window or [own] == self._goodput.opening
+        return EXPLORATION_ROUNDS // 2 if is_short else EXPLORATION_ROUNDS
 
     def _loss_s(self, own: Candidate, best: Candidate) -> float:
         """The seconds that an exploration is expected to lose; never more than the budget can save."""

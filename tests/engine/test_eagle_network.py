@@ -87,7 +87,8 @@ def test_rows_see_what_their_mask_shows(tmp_path: Path) -> None:
 
 def test_the_draft_vocabulary_is_the_targets_ids(tmp_path: Path) -> None:
     """Claim: d2t holds offsets, so token i is the target's i + d2t[i]; a token that the target has in its table and
-    does not serve is no more proposed, and the others keep their rows."""
+    does not serve is no more proposed, and the others keep their rows; tokens in another order in the files are served
+    ascending."""
     tensors = head_tensors()
     folder = write_head(tmp_path / "head", HUB_CONFIG, tensors)
     whole, fewer = load_eagle(folder, TARGET), load_eagle(folder, replace(TARGET, token_count=41))
@@ -96,6 +97,11 @@ def test_the_draft_vocabulary_is_the_targets_ids(tmp_path: Path) -> None:
     assert torch.equal(fewer.lm_head.weight, whole.lm_head.weight[:-2])
     assert torch.allclose(fewer.logits(x), whole.logits(x)[:, :-2], atol=1e-5)
     assert fewer.config.draft_vocabulary_size == len(DRAFT_IDS) - 2
+    order = torch.arange(len(DRAFT_IDS)).flip(0)
+    turned = tensors | {"lm_head.weight": tensors["lm_head.weight"][order]}
+    turned["d2t"] = torch.tensor(DRAFT_IDS)[order] - torch.arange(len(DRAFT_IDS))
+    again = load_eagle(write_head(tmp_path / "turned", HUB_CONFIG, turned), TARGET)
+    assert tuple(again.target_ids.tolist()) == DRAFT_IDS and torch.equal(again.lm_head.weight, whole.lm_head.weight)
 
 
 def test_rotary_scaling_is_that_of_the_configuration(tmp_path: Path) -> None:

@@ -162,3 +162,24 @@ def test_guesses_are_the_likeliest_with_their_shares(width: int) -> None:
         assert torch.allclose(torch.tensor(shares, dtype=torch.float64), wanted.values, rtol=1e-5, atol=1e-20)
         is_clear = wanted.values > 1e-12
         assert torch.equal(torch.tensor(ids)[is_clear], wanted.indices[is_clear])
+
+
+@pytest.mark.parametrize("width", [1, 2, 17, 256, 257, 9001])
+def test_guesses_without_noise_are_the_largest_the_first_of_equal_ones(width: int) -> None:
+    """Claim: without keys the guesses are the tokens with the largest logits, of equal ones the first column's, also
+    where a float32 weight of both would be the same, and the shares those of the softmax; tokens are named as asked.
+    Conclusive: against a stable sort, with rounded logits of which many are equal and with neighbouring numbers."""
+    native = kernels()
+    assert native is not None
+    rows, count = 30, min(5, width)
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)) * 3
+    logits[:10].round_()
+    logits[10] = -math.inf
+    logits[10, ::2] = 2.0
+    logits[11, -1] = logits[11].amax().nextafter(torch.tensor(math.inf))
+    order = logits.sort(dim=1, descending=True, stable=True)
+    names = 7 * torch.arange(width)
+    ids, shares = guess(native, logits, None, [1.0] * rows, count, names)
+    is_any = order.values[:, :count] > -math.inf
+    assert torch.equal(torch.tensor(ids), names[order.indices[:, :count]].where(is_any, 0))
+    assert torch.allclose(torch.tensor(shares), logits.softmax(1).gather(1, order.indices[:, :count]), rtol=1e-5)

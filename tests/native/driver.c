@@ -240,10 +240,14 @@ static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
     add_bits(best, rows * 8);
     int64_t count = model->vocabulary_size < 4 ? model->vocabulary_size : 4, *ids = memory_of(rows * count * 8);
     float *shares = memory_of(rows * count * 4);
-    sd_guess(logits, model->vocabulary_size, rows, model->vocabulary_size, seeds, temperatures, count, ids, shares,
-             threads);
-    add_bits(ids, rows * count * 8);
-    add_numbers(shares, rows * count, SD_FLOAT32);
+    int64_t *token_ids = memory_of(model->vocabulary_size * 8);
+    for (int64_t i = 0; i < model->vocabulary_size; i++) token_ids[i] = 3 * i;
+    for (int kind = 0; kind < 4; kind++) {
+        sd_guess(logits, model->vocabulary_size, rows, model->vocabulary_size, kind & 1 ? token_ids : NULL,
+                 kind & 2 ? NULL : seeds, temperatures, count, ids, shares, threads);
+        add_bits(ids, rows * count * 8);
+        add_numbers(shares, rows * count, SD_FLOAT32);
+    }
     int64_t word_count = (model->vocabulary_size + 31) / 32;
     int32_t *masks = memory_of(rows * word_count * 4), *is_empty = memory_of(rows * 4);
     for (int64_t i = 0; i < rows * word_count; i++) masks[i] = i % 5 ? (int32_t)(0x9E3779B9u * (uint32_t)i) : 0;

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.policy_cells import CELLS, OF_OFF, Cell, FleetService, later, mean, one, run
+from bench.policy_cells import CELLS, Cell, FleetService, later, mean, one, run
 from bench.simulation import FixedService, Simulation
-from specdec.policy.goodput import BUDGET_SHARE
+from specdec.policy.acceptance import Acceptance
+from specdec.policy.goodput import BUDGET_SHARE, Goodput
 from specdec.protocol.policy import Policy
 
 pytestmark = pytest.mark.lengthy
@@ -19,7 +20,12 @@ pytestmark = pytest.mark.lengthy
 NOISE = 0.02  # of a mean over four runs: steps jitter, and now and then one pauses
 NOISE_BESIDE = 0.06  # where the others' rows set the step time, and their plans differ from run to run
 STREAMS_MANY = 8  # more are left to the command: they take a minute
-FAILING = {name: cell for name, cell in CELLS.items() if not cell.pays and len(cell.world.texts) <= STREAMS_MANY}
+FIRST = [name for name, cell in CELLS.items() if cell.is_first]
+FAILING = {
+    name: cell
+    for name, cell in CELLS.items()
+    if not cell.pays and len(cell.world.texts) <= STREAMS_MANY and name not in FIRST
+}
 # Between others, or of the longest: run with the longer tests.
 SELDOM = (
     "poor draft, RTT 10 ms",
@@ -38,7 +44,7 @@ def test_a_draft_of_no_use_costs_next_to_nothing(name: str) -> None:
     off runs in the same world with the same seeds."""
     result = run(name, 4)
     noise = NOISE_BESIDE if FAILING[name].is_beside else NOISE
-    assert result.share >= OF_OFF - noise, (result.off, result.auto)
+    assert result.share >= result.bound - noise, (result.off, result.auto)
 
 
 @pytest.mark.more
@@ -57,6 +63,24 @@ def test_the_first_seconds_speculate() -> None:
     first = replace(CELLS["acceptance 0.7, RTT 3 ms"], from_s=0.0, to_s=2.0)
     auto = mean(first, lambda: FleetService(first.world), range(3))
     assert auto >= 1.4 * mean(first, FixedService, range(3))
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_head_costs_a_first_text_next_to_nothing_and_brings_it_its_gain(name: str) -> None:
+    """Claim: the first 64 tokens of a service whose target has a useless head take a few percent more time than plain
+    decoding, and those with a good head have most of the best plan's speed. Conclusive: nothing is measured before, and
+    all passes count; with the prior of a draft, and a first plan of several passes, useless heads reach 0.89 and 0.94
+    (`test_a_head_that_is_trusted_like_a_draft_costs_a_first_text`)."""
+    result = run(name, 2)
+    assert result.share >= result.bound, (result.best or result.off, result.auto)
+
+
+def test_a_head_that_is_trusted_like_a_draft_costs_a_first_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: the cells above find a policy that begins with the plan that a draft's prior promises most of."""
+    monkeypatch.setattr(Acceptance, "of_head", Acceptance)
+    monkeypatch.setattr(Goodput, "opening", property(lambda self: self.drafting, lambda self, plans: None), False)
+    result = run(FIRST[0], 2)
+    assert result.share < result.bound - NOISE, (result.off, result.auto)
 
 
 @pytest.mark.parametrize("network_s", [0.03, *(pytest.param(own, marks=pytest.mark.more) for own in (0.0005, 0.01))])

@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec.cli.main import main
 from specdec.decoding import proposal
 from specdec.decoding.host_copy import HostCopy
-from specdec.decoding.proposal import Proposal, ProposalRequest
+from specdec.decoding.proposal import KnownTokens, Proposal, ProposalRequest
 from specdec.grammar.matcher import ALL, MaskRows, PathMatcher
 from specdec.protocol.types import Rule
 
@@ -48,9 +48,11 @@ def everything(matcher: PathMatcher, output: Sequence[int], paths: Iterable[Sequ
     return MaskRows(bytearray(ALL) * (matcher._row_bytes * len(list(paths))))
 
 
-def flat(requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy) -> Callable[[], list[Proposal]]:
+def flat(
+    requests: Sequence[ProposalRequest], logits: Tensor, known: KnownTokens | None, host_copy: HostCopy
+) -> Callable[[], list[Proposal]]:
     """`rejection_proposals` with the distributions of twice the temperature, which have the drawn tokens too."""
-    drawn, declared = draw(requests, logits, host_copy), draw(requests, logits / 2, host_copy)
+    drawn, declared = draw(requests, logits, known, host_copy), draw(requests, logits / 2, known, host_copy)
     return lambda: [own._replace(draft_probs=other.draft_probs) for own, other in zip(drawn(), declared())]
 
 

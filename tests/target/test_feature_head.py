@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec.decoding.prompt_logprobs import with_prompt_rows
-from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.decoding.proposal import KnownTokens, ProposalRequest, propose
 from specdec.decoding.verification import verify
 from specdec.engine.eagle.model import EagleTarget
 from specdec.engine.loading.model import load_model
@@ -303,12 +303,9 @@ def pairs_kept_where_rows_were_rejected(patch: pytest.MonkeyPatch) -> None:
 
 @planted
 def a_vocabulary_that_is_not_trimmed(patch: pytest.MonkeyPatch) -> None:
-    def spread(self, logits):
-        every = logits.new_full((len(logits), VOCABULARY_SIZE), -torch.inf)
-        every[:, : logits.shape[1]] = logits
-        return every
+    from specdec.target_service import feature_head
 
-    patch.setattr(EagleTarget, "spread", spread)
+    patch.setattr(feature_head, "KnownTokens", lambda ids: KnownTokens(torch.arange(len(ids))))
 
 
 @pytest.mark.parametrize("mistake", PLANTED)

@@ -100,7 +100,7 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
     ),
     "sd_argmax": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32),
     "sd_race": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32),
-    "sd_guess": (c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32),
+    "sd_guess": (c_void_p, *(c_int64,) * 3, *(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int32),
     "sd_mask": (c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_void_p, c_void_p, c_int32),
     "sd_step": (
         *(POINTER(structs.ModelStruct), POINTER(structs.RowsStruct), POINTER(structs.StepStruct)),

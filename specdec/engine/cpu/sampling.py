@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.engine.cpu.arguments import refuse
+from specdec.engine.cpu.arguments import check_tensor, refuse
 from specdec.engine.cpu.kernels import Kernels, kernels
 
 UNDECIDED = -1
@@ -37,15 +37,25 @@ def race(native: Kernels, logits: Tensor, keys: Sequence[int], temperatures: Seq
 
 
 def guess(
-    native: Kernels, logits: Tensor, keys: Sequence[int], temperatures: Sequence[float], count: int
+    native: Kernels,
+    logits: Tensor,
+    keys: Sequence[int] | None,
+    temperatures: Sequence[float],
+    count: int,
+    token_ids: Tensor | None = None,
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Returns of each row the `count` tokens with the largest logit / temperature + noise, largest first, and their
-    shares of the softmax of all; token 0 with share 0 where fewer have any. Arguments: see `race`."""
+    shares of the softmax of all; token 0 with share 0 where fewer have any. Arguments: see `race`; no keys: no noise.
+    `token_ids` [tokens of a row] int64 of a CPU: of the columns; none: column i is token i."""
     if not 1 <= count <= logits.shape[-1]:
         refuse("count", count, f"from 1 to {logits.shape[-1]}, the tokens of a row")
-    logits, arguments = _arguments(logits, keys, temperatures)
-    ids, shares = (c_int64 * (len(keys) * count))(), (c_float * (len(keys) * count))()
-    native.library.sd_guess(*arguments, count, ids, shares, torch.get_num_threads())
+    if token_ids is not None:
+        check_tensor("token_ids", token_ids, torch.int64, (logits.shape[-1],))
+    logits, (*place, its_keys, its_temperatures) = _arguments(logits, keys, temperatures)
+    ids, shares = (c_int64 * (len(logits) * count))(), (c_float * (len(logits) * count))()
+    named = None if token_ids is None else token_ids.data_ptr()
+    threads = torch.get_num_threads()
+    native.library.sd_guess(*place, named, its_keys, its_temperatures, count, ids, shares, threads)
     places = [slice(end - count, end) for end in range(count, len(ids) + 1, count)]
     return [ids[place] for place in places], [shares[place] for place in places]
 
@@ -74,10 +84,13 @@ def _rows(logits: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
     return rows, (rows.data_ptr(), rows.stride(0), count, size)
 
 
-def _arguments(logits: Tensor, keys: Sequence[int], temperatures: Sequence[float]) -> tuple[Tensor, tuple[Any, ...]]:
+def _arguments(
+    logits: Tensor, keys: Sequence[int] | None, temperatures: Sequence[float]
+) -> tuple[Tensor, tuple[Any, ...]]:
     """Returns the rows, to be kept during a call, and the call's first arguments. Raises ValueError."""
     rows, place = _rows(logits)
     count = len(rows)
-    if not len(keys) == len(temperatures) == count:
-        refuse("keys and temperatures", f"{len(keys)} and {len(temperatures)}", f"one for each of {count} rows")
-    return rows, (*place, (c_uint64 * count)(*keys), (c_double * count)(*temperatures))
+    if not len(temperatures) == (count if keys is None else len(keys)) == count:
+        shown = f"{'no' if keys is None else len(keys)} and {len(temperatures)}"
+        refuse("keys and temperatures", shown, f"one for each of {count} rows")
+    return rows, (*place, None if keys is None else (c_uint64 * count)(*keys), (c_double * count)(*temperatures))

@@ -50,8 +50,9 @@ def target_facts(folder: ModelFolder) -> TargetFacts:
 
 
 def load_eagle(folder: Path, target: TargetFacts) -> EagleHead:
-    """Returns the head in a folder, float32 and frozen. It proposes only ids that the target serves: rows of the output
-    layer for others are dropped. Raises ModelRefused, in one line with file, field or tensor, value and limit."""
+    """Returns the head in a folder, float32 and frozen. It proposes only ids that the target serves, ascending: rows of
+    the output layer are put in this order, and those for others are dropped. Raises ModelRefused, in one line with
+    file, field or tensor, value and limit."""
     config = head_config(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE), target)
     stored = stored_tensors(weight_files_of(folder, str(folder)))
     names = _names(stored)
@@ -59,7 +60,8 @@ def load_eagle(folder: Path, target: TargetFacts) -> EagleHead:
     target_ids = _target_ids(config, stored, names)
     head = EagleHead(config, target_ids, EMBEDDINGS in names)
     head.load_state_dict({name: read_tensor(stored, names[name]).float() for name in head.state_dict()})
-    kept = (target_ids < target.token_count).nonzero()[:, 0]
+    order = target_ids.argsort()
+    kept = order[target_ids[order] < target.token_count]
     if len(kept) == 0:
         raise ModelRefused(f"{folder} proposes no token that the target serves, ids below {target.token_count}")
     return _with_tokens(head, kept).requires_grad_(False).eval()
@@ -187,8 +189,8 @@ def _target_ids(config: EagleConfig, stored: Mapping[str, StoredTensor], names: 
 
 
 def _with_tokens(head: EagleHead, kept: Tensor) -> EagleHead:
-    """Returns the head with these of its tokens, [kept] int64."""
-    if len(kept) < len(head.target_ids):
+    """Returns the head with these of its tokens, in this order, [kept] int64."""
+    if not torch.equal(kept, torch.arange(len(head.target_ids))):
         head.config = replace(head.config, draft_vocabulary_size=len(kept))
         head.target_ids = head.target_ids[kept]
         head.lm_head.weight = torch.nn.Parameter(head.lm_head.weight[kept])

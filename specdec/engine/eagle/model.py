@@ -115,11 +115,6 @@ class EagleTarget:
             storage.scrub_slots([slot for slot, is_finite in zip(slots, result.is_finite.tolist()) if not is_finite])
         return result
 
-    def spread(self, logits: Tensor) -> Tensor:
-        """[rows, draft vocabulary] -> [rows, vocabulary] float32, -infinity at tokens that the head does not know."""
-        every = logits.new_full((len(logits), self.description.vocabulary_size), -torch.inf)
-        return every.index_copy_(1, self.target_ids, logits)
-
 
 def cells_of(chunk: Chunk) -> numpy.ndarray:
     """Returns the cells that the rows of a chunk are written to.  # [rows] int64"""

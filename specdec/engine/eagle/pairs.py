@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy
 from torch import Tensor
 
-from specdec.engine.cpu.plan import NONE, RowArrays
+from specdec.engine.cpu.plan import RowArrays
 
 FIRST = 1  # the first position with a pair
 
@@ -52,31 +52,29 @@ def slots_of(block_ids: Sequence[int], cells: numpy.ndarray, block_size: int) ->
 
 
 def plan_pairs(chunks: Sequence[PairChunk], block_size: int) -> RowArrays:
-    """Returns the rows of a pass. Pure."""
+    """Returns the rows of a pass. Pure. Of lists: passes are of few rows, for which each call of numpy costs more."""
     counts, paths = [len(chunk.token_ids) for chunk in chunks], [path for chunk in chunks for path in chunk.paths]
-    position: list[numpy.ndarray] = []
-    base: list[numpy.ndarray] = []
-    slot: list[numpy.ndarray | list[int]] = []
+    position: list[int] = []
+    base: list[int] = []
+    slot: list[int] = []
     lengths: list[int] = []
     for chunk in chunks:
-        own = chunk.base + numpy.array([len(path) for path in chunk.paths], numpy.int64) - 1
-        position += [chunk.positions, own]
-        base += [chunk.positions + 1, numpy.full(len(own), chunk.base)]
-        slot += [slots_of(chunk.block_ids, chunk.positions, block_size), [path[-1] for path in chunk.paths]]
-        lengths += [0] * len(chunk.positions) + [len(path) for path in chunk.paths]
+        places = chunk.positions.tolist()
+        position += [place - 1 for place in places] + [chunk.base + len(path) - 2 for path in chunk.paths]
+        base += [place + 1 for place in places] + [chunk.base] * len(chunk.paths)
+        if places:
+            slot += slots_of(chunk.block_ids, chunk.positions, block_size).tolist()
+        slot += [path[-1] for path in chunk.paths]
+        lengths += [0] * len(places) + [len(path) for path in chunk.paths]
     tables = [chunk.block_ids[: -(-chunk.base // block_size)] for chunk in chunks]
-
-    def joined(parts: Sequence[Sequence[int] | numpy.ndarray]) -> numpy.ndarray:
-        return numpy.concatenate([NONE, *parts]).astype(numpy.int32)
-
     return RowArrays(
         sequence=numpy.arange(len(chunks), dtype=numpy.int32).repeat(counts),
-        position=joined(position) - numpy.int32(1),
-        slot=joined(slot),
-        base=joined(base),
+        position=numpy.array(position, numpy.int32),
+        slot=numpy.array(slot, numpy.int32),
+        base=numpy.array(base, numpy.int32),
         path_start=numpy.array([0, *accumulate(lengths)], numpy.int64),
-        path=joined(paths),
+        path=numpy.array([*chain.from_iterable(paths)], numpy.int32),
         table_start=numpy.array([0, *accumulate(map(len, tables))], numpy.int64),
-        table=joined(tables),
+        table=numpy.array([*chain.from_iterable(tables)], numpy.int32),
         first=numpy.full(sum(counts), FIRST, numpy.int32),
     )

@@ -25,8 +25,9 @@ typedef struct {
     void (*argmax)(const float *x, int64_t stride, int64_t rows, int64_t size, int64_t *best, int32_t threads);
     void (*race)(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
                  const double *temperatures, int64_t *best, int32_t threads);
-    void (*guess)(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
-                  const double *temperatures, int64_t count, int64_t *ids, float *shares, int32_t threads);
+    void (*guess)(const float *x, int64_t stride, int64_t rows, int64_t size, const int64_t *token_ids,
+                  const uint64_t *keys, const double *temperatures, int64_t count, int64_t *ids, float *shares,
+                  int32_t threads);
     void (*mask)(const float *x, int64_t stride, int64_t rows, int64_t size, const int32_t *masks, int64_t mask_stride,
                  float *y, int32_t *is_empty, int32_t threads);
     int32_t (*step)(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments, int32_t threads);

@@ -106,9 +106,10 @@ void sd_race(const float *x, int64_t stride, int64_t rows, int64_t size, const u
     in_force()->race(x, stride, rows, size, keys, temperatures, best, threads);
 }
 
-void sd_guess(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
-              const double *temperatures, int64_t count, int64_t *ids, float *shares, int32_t threads) {
-    in_force()->guess(x, stride, rows, size, keys, temperatures, count, ids, shares, threads);
+void sd_guess(const float *x, int64_t stride, int64_t rows, int64_t size, const int64_t *token_ids,
+              const uint64_t *keys, const double *temperatures, int64_t count, int64_t *ids, float *shares,
+              int32_t threads) {
+    in_force()->guess(x, stride, rows, size, token_ids, keys, temperatures, count, ids, shares, threads);
 }
 
 void sd_mask(const float *x, int64_t stride, int64_t rows, int64_t size, const int32_t *masks, int64_t mask_stride,

@@ -181,9 +181,11 @@ SD_PUBLIC void sd_argmax(const float *x, int64_t stride, int64_t rows, int64_t s
 SD_PUBLIC void sd_race(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
                        const double *temperatures, int64_t *best, int32_t threads);
 // A draft's guesses: of each row the `count` tokens with the largest x / temperature + noise, largest first, and their
-// shares of the softmax of all; id 0 with share 0 where there are fewer.
-SD_PUBLIC void sd_guess(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
-                        const double *temperatures, int64_t count, int64_t *ids, float *shares, int32_t threads);
+// shares of the softmax of all; id 0 with share 0 where there are fewer. token_ids [size]: of the columns; NULL: column
+// i is token i. keys NULL: no noise.
+SD_PUBLIC void sd_guess(const float *x, int64_t stride, int64_t rows, int64_t size, const int64_t *token_ids,
+                        const uint64_t *keys, const double *temperatures, int64_t count, int64_t *ids, float *shares,
+                        int32_t threads);
 // The logits of legal tokens: y [rows][size] is x where a token's bit in its row's mask is set (bit i of word w is token
 // 32 w + i), else -infinity. is_empty: of each row, whether all are -infinity.
 SD_PUBLIC void sd_mask(const float *x, int64_t stride, int64_t rows, int64_t size, const int32_t *masks,

@@ -113,6 +113,7 @@ typedef struct {
     const uint64_t *keys;
     const double *temperatures;
     int64_t *best;
+    const int64_t *token_ids;
     int64_t count;  // of the guesses
     float *shares;
 } race_call;
@@ -133,8 +134,9 @@ static void race(const float *x, int64_t stride, int64_t rows, int64_t size, con
     sd_run(race_program, &call, threads);
 }
 
-// The guesses of a draft under the same noise: the tokens with the largest e^s / -log(u), which is e^(s + G), and each
-// one's share of their sum over all tokens. They decide no text: everything is float32, in any order that is fast.
+// The guesses of a draft: under the same noise the tokens with the largest e^s / -log(u), which is e^(s + G), without
+// noise those with the largest x; and each one's share of the sum, over all tokens, of that or of e^s. They decide no
+// text: everything is float32, in any order that is fast. Of equal ones the first is the larger.
 
 // log of a normal number above 0, to 1e-7 of its value. `below`: 1 - x, which is precise where x is near 1.
 INLINE float near_log(float x, float below) {
@@ -147,44 +149,61 @@ INLINE float near_log(float x, float below) {
     return __builtin_fmaf((float)exponent, 0.693147181f, 2.0f * __builtin_fmaf(z * square, sum, z));
 }
 
-static void guess_row(const float *x, int64_t size, uint64_t key, double temperature, int64_t count, int64_t *ids,
-                      float *shares) {
+// e^s of a block of scores, over -log(u) of the noise if there is a key; 0 where it counts for nothing.
+INLINE void weigh_block(const float *scores, const int64_t *ids, int64_t width, const uint64_t *key, float *weights) {
+    if (key) {
+        float u[RACED], rest[RACED];
+        for (int64_t j = 0; j < width; j++) {
+            double own = above(noise_of(*key, ids[j]));
+            u[j] = (float)(1 - own);
+            rest[j] = (float)own;
+        }
+        for (int64_t j = 0; j < width; j++) weights[j] = exp_of(scores[j]) / -near_log(u[j], rest[j]);
+    } else {
+        for (int64_t j = 0; j < width; j++) weights[j] = exp_of(scores[j]);
+    }
+    for (int64_t j = 0; j < width; j++) weights[j] = scores[j] > LEAST_SCORE ? weights[j] : 0.0f;
+}
+
+// `token_ids` NULL: those of the columns; `key` NULL: no noise. `shares` first hold what orders the guesses.
+static void guess_row(const float *x, int64_t size, const int64_t *token_ids, const uint64_t *key, double temperature,
+                      int64_t count, int64_t *ids, float *shares) {
     float largest = largest_of(x, size), inverse = (float)(1 / temperature);
     double total = 0;
     for (int64_t i = 0; i < count; i++) {
         ids[i] = 0;
-        shares[i] = 0;
+        shares[i] = key ? 0 : -INFINITY;
     }
     for (int64_t start = 0; start < size; start += RACED) {
-        int64_t width = size - start < RACED ? size - start : RACED;
-        float u[RACED], rest[RACED], scores[RACED], weights[RACED] = {0}, least = shares[count - 1];
+        int64_t width = size - start < RACED ? size - start : RACED, own[RACED];
+        float scores[RACED], weights[RACED] = {0}, least = shares[count - 1];
+        const float *ranks = key ? weights : x + start;
         int32_t is_any = 0;
-        for (int64_t j = 0; j < width; j++) {
-            double own = above(noise_of(key, start + j));
-            u[j] = (float)(1 - own);
-            rest[j] = (float)own;
-            scores[j] = (x[start + j] - largest) * inverse;
-        }
-        for (int64_t j = 0; j < width; j++) weights[j] = exp_of(scores[j]) / -near_log(u[j], rest[j]);
-        for (int64_t j = 0; j < width; j++) weights[j] = scores[j] > LEAST_SCORE ? weights[j] : 0.0f;
-        for (int64_t j = 0; j < width; j++) is_any |= weights[j] > least;
+        for (int64_t j = 0; j < width; j++) own[j] = token_ids ? token_ids[start + j] : start + j;
+        for (int64_t j = 0; j < width; j++) scores[j] = (x[start + j] - largest) * inverse;
+        weigh_block(scores, own, width, key, weights);
+        for (int64_t j = 0; j < width; j++) is_any |= ranks[j] > least;
         v16 sums = v16_zero();
         for (int64_t j = 0; j < RACED; j += LANES) sums = v16_add(sums, v16_load(weights + j));
         float lanes[LANES];
         v16_store(lanes, sums);
         for (int lane = 0; lane < LANES; lane++) total += (double)lanes[lane];
         for (int64_t j = 0; is_any && j < width; j++) {
-            if (!(weights[j] > shares[count - 1])) continue;
+            if (!(ranks[j] > shares[count - 1])) continue;
             int64_t place = count - 1;
-            for (; place > 0 && shares[place - 1] < weights[j]; place--) {
+            for (; place > 0 && shares[place - 1] < ranks[j]; place--) {
                 ids[place] = ids[place - 1];
                 shares[place] = shares[place - 1];
             }
-            ids[place] = start + j;
-            shares[place] = weights[j];
+            ids[place] = own[j];
+            shares[place] = ranks[j];
         }
     }
-    for (int64_t i = 0; i < count; i++) shares[i] = total > 0 ? (float)((double)shares[i] / total) : 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+        float score = key ? 0 : (shares[i] - largest) * inverse;
+        double weight = key ? shares[i] : score > LEAST_SCORE ? exp_of(score) : 0;
+        shares[i] = total > 0 ? (float)(weight / total) : 0.0f;
+    }
 }
 
 typedef struct {
@@ -233,15 +252,16 @@ static void guess_program(void *argument, sd_thread thread) {
     int64_t first, end, count = c->count;
     sd_part(c->rows, thread, &first, &end);
     for (int64_t r = first; r < end; r++) {
-        guess_row(c->x + r * c->stride, c->size, c->keys[r], c->temperatures[r], count, c->best + r * count,
-                  c->shares + r * count);
+        guess_row(c->x + r * c->stride, c->size, c->token_ids, c->keys ? c->keys + r : NULL, c->temperatures[r], count,
+                  c->best + r * count, c->shares + r * count);
     }
 }
 
-static void guess(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
-                  const double *temperatures, int64_t count, int64_t *ids, float *shares, int32_t threads) {
+static void guess(const float *x, int64_t stride, int64_t rows, int64_t size, const int64_t *token_ids,
+                  const uint64_t *keys, const double *temperatures, int64_t count, int64_t *ids, float *shares,
+                  int32_t threads) {
     race_call call = {.x = x, .stride = stride, .rows = rows, .size = size, .keys = keys, .temperatures = temperatures,
-                      .best = ids, .count = count, .shares = shares};
+                      .best = ids, .token_ids = token_ids, .count = count, .shares = shares};
     sd_run(guess_program, &call, threads);
 }
 
