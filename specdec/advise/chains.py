@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from specdec.advise.agreement import ROWS
+from specdec.advise.agreement import ROWS, fitted
 from specdec.advise.forecast import LENGTHS
 from specdec.decoding.proposal import KnownTokens
 from specdec.engine.eagle.model import EagleTarget
@@ -81,4 +81,4 @@ class ChainReader:
         return result
 
     def _logits(self, result: PassResult) -> Tensor:
-        return self._known.spread(result.logits).float().cpu()
+        return fitted(self._known.spread(result.logits).float().cpu(), self._model.description.vocabulary_size)
