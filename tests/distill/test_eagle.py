@@ -271,12 +271,11 @@ def test_a_head_learns_on(
     before = {file: file.read_bytes() for file in first.iterdir() if file.is_file()}
     told = ("--eagle", "--eagle-steps", "3", "--texts", str(first / "texts"), "--start", str(first))
     assert distilled(monkeypatch, target, on, *told) == 0
-    began, ended = (history_of(folder)[-1]["acceptance"] for folder in (first, on))
+    began, ended = (history_of(on)[place]["acceptance"] for place in (0, -1))
     assert all(ended[name] > began[name] for name in began if name.startswith("REJECTION 1"))
     assert distilled(monkeypatch, target, same, *told, "--learning-rate", "1e-30") == 0
     wanted, kept = (load_file(folder / "model.safetensors") for folder in (first, same))
     assert wanted.keys() == kept.keys() and all(torch.equal(kept[name], wanted[name]) for name in wanted)
-    assert not torch.equal(load_file(on / "model.safetensors")["fc.weight"], wanted["fc.weight"])
     assert before == {file: file.read_bytes() for file in before}
     assert distilled(monkeypatch, target, tmp_path / "none", *told[:-1], str(target)) != 0
     assert "architectures is" in " ".join(capsys.readouterr().err.split())

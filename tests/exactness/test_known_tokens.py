@@ -54,7 +54,7 @@ def logits_of(count: int) -> Tensor:
     return torch.randn(ROWS, count, generator=torch.Generator().manual_seed(count)) * 4
 
 
-def compare(found: list[Proposal], wanted: list[Proposal], error: float = 1e-5) -> None:
+def check_same(found: list[Proposal], wanted: list[Proposal], error: float = 1e-5) -> None:
     """Fails unless tokens and distributions are equal, and confidences to this error relative to their size."""
     for own, other in zip(found, wanted, strict=True):
         assert [token_id for token_id, _ in own.guesses] == [token_id for token_id, _ in other.guesses]
@@ -67,7 +67,7 @@ def check(rule: Rule, kind: str, policy: dict[str, Any]) -> None:
     size, count = SIZES[kind]
     known, logits, requests = known_tokens(size, count), logits_of(count), requests_of(rule, size, policy)
     error = 1e-3 if kind == "large" and rule is Rule.COUPLED else 1e-5  # shares: of all known tokens, or the likeliest
-    compare(propose(requests, logits, known=known), propose(requests, known.spread(logits)), error)
+    check_same(propose(requests, logits, known=known), propose(requests, known.spread(logits)), error)
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -95,11 +95,11 @@ def test_masks_and_smaller_targets_apply_to_the_targets_ids(rule: Rule) -> None:
     known, logits, requests = known_tokens(size, count), logits_of(count), requests_of(rule, size, {})
     odd = torch.full((ROWS, word_count(size)), -0x55555556, dtype=torch.int32)  # bits 1, 3, ...
     found = propose(requests, logits, odd, known)
-    compare(found, propose(requests, known.spread(logits), odd))
+    check_same(found, propose(requests, known.spread(logits), odd))
     assert all(token_id % 2 for one in found for token_id, _ in one.guesses)
     fewer = requests_of(rule, size // 2, {})
     found = propose(fewer, logits, known=known)
-    compare(found, propose(fewer, known.spread(logits)))
+    check_same(found, propose(fewer, known.spread(logits)))
     assert all(token_id < size // 2 for one in found for token_id, _ in one.guesses)
 
 
@@ -165,4 +165,4 @@ def test_all_tokens_may_be_known_in_another_order() -> None:
     logits = logits_of(300)
     for rule in TEMPERATURES:
         requests = requests_of(rule, 300, {})
-        compare(propose(requests, logits[:, order], known=KnownTokens(order)), propose(requests, logits))
+        check_same(propose(requests, logits[:, order], known=KnownTokens(order)), propose(requests, logits))
