@@ -87,7 +87,8 @@ class DistillSettings(Settings):
         self._check_eagle([flag for flag in given if flag != "--draft-vocabulary"])
         given += ["--eagle-layers"] * ("eagle_layers" in self.model_fields_set)
         if self.start and given:
-            raise ValueError(f"{given[0]} is for what is new: leave it out, --start {self.start} keeps its own")
+            kind = "heads" if self.eagle else "drafts"
+            raise ValueError(f"{given[0]} is for new {kind}: leave it out, --start {self.start} keeps its own")
         for flag, folder in (("--target", self.target), ("--start", self.start)):
             if folder and Path(folder).resolve() == self.out.resolve():
                 raise ValueError(f"--out {self.out} is {flag} too; give another folder, and serve that afterwards")

@@ -312,7 +312,7 @@ def test_a_head_of_a_packed_target(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 REFUSED: Sequence[tuple[tuple[str, ...], str]] = [
     (("--layers", "2"), "--layers is not for EAGLE-3 heads: leave it out with --eagle"),
-    (("--start", "a/head"), "--draft-vocabulary is for what is new: leave it out, --start a/head keeps its own"),
+    (("--start", "a/head"), "--draft-vocabulary is for new heads: leave it out, --start a/head keeps its own"),
     (("--heads", "2"), "--draft-vocabulary is for drafts: leave it out with --heads"),
     (("--eagle-steps", "8"), "eagle-steps"),
     (("--eagle-layers", "2,1"), "--eagle-layers is [2, 1]; it must name at most 8 of 0 to 3, ascending"),
