@@ -20,24 +20,24 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork
-from specdec.decoding.proposal import KnownTokens, ProposalRequest, propose
+from specdec.decoding.proposal import KnownTokens, ProposalRequest, is_of_logits, propose
 from specdec.decoding.token_path import TokenPath
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.eagle.model import EagleTarget
-from specdec.engine.eagle.pairs import FIRST, PairChunk, slots_of
+from specdec.engine.eagle.pairs import FIRST, Chain, PairChunk, slots_of
 from specdec.engine.eagle.storage import SCRATCH_CELLS
 from specdec.engine.interface import Chunk
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import GrowingNode, GrowingTree
 from specdec.protocol.limits import NODES_PER_ITEM_MAX
-from specdec.protocol.noise import Lane, uniform_bits
+from specdec.protocol.noise import Lane, stream_key, uniform_bits
 from specdec.protocol.rejection import conclude
 from specdec.protocol.types import DraftNode, ResolvedSamplingParams, Rule, SamplerOutput
 
 PAIRS_MAX = 512  # of a pass: bounds its buffers where a whole prompt lacks its pairs
 BRANCH_COUNT = 3  # guesses beside the proposal child, as of a draft service
 TREES_KEPT = 1024  # of sessions, until their next round tells which guesses came true
-TIMED_ROWS, TIMED_REPEATS = (1, 2, 4, 8, 16), 3
+TIMED_ROWS, TIMED_REPEATS, TIMED_CHAIN = (1, 2, 4, 8, 16), 3, 3
 
 
 @dataclass(slots=True, eq=False)
@@ -126,13 +126,18 @@ class FeatureHeadDrafter:
         return tuple(found)
 
     def time_pass(self, row_count: int, vocabulary_size: int) -> float:
-        """Returns the seconds of one pass of pairs without a text before them, with its greedy proposals."""
+        """Returns the seconds of one pass of pairs without a text before them, with its greedy proposals; of one row
+        where it is part of a chain of TIMED_CHAIN, if the model has them."""
         storage, hidden_size = self._model.storage, self._model.config.hidden_size
         params = ResolvedSamplingParams(Rule.GREEDY, 0, 1, temperature=0.0)
         features = storage.features.new_zeros(row_count, hidden_size)
         paths = [[storage.scratch_start + row] for row in range(row_count)]
         chunk = PairChunk((0,), numpy.zeros(0, numpy.int64), FIRST, [0] * row_count, features, paths)
         started_s = time.perf_counter()
+        if row_count == 1 and self._model.has_chains:
+            first = storage.scratch_start + 1
+            self._model.draft_chain(chunk, Chain(range(first, first + TIMED_CHAIN - 1), None, 1.0))
+            return (time.perf_counter() - started_s) / TIMED_CHAIN
         result = self._model.run_pass([chunk], range(row_count))
         propose([ProposalRequest(params, [0], vocabulary_size)] * row_count, result.logits, known=self._known)
         return time.perf_counter() - started_s
@@ -167,6 +172,9 @@ class FeatureHeadDrafter:
     def _draft(self, every: Sequence[Drafting]) -> None:
         """Grows the trees of all sessions, a pass at a time."""
         free = iter(range(self._model.storage.scratch_start, self._model.storage.scratch_start + SCRATCH_CELLS))
+        if len(every) == 1 and self._is_one_call(every[0].request):
+            self._draft_chain(every[0], free)
+            return
         roots = [(own, own.growth.take(1, own.reach, is_chain=True)) for own in every]
         self._run(roots, [self._first_chunk(own, free) for own in every])
         for index in count(1):
@@ -176,6 +184,26 @@ class FeatureHeadDrafter:
             if not any(chunk.paths for chunk in chunks):
                 return
             self._run(chosen, chunks)
+
+    def _is_one_call(self, request: VerificationRequest) -> bool:
+        """Whether what is drafted is a chain that the kernels can draft alone."""
+        plan, size = request.head_plan, self._model.description.vocabulary_size
+        is_chain = self._model.has_chains and plan.nodes_per_step == 1 and not plan.siblings
+        return is_chain and is_of_logits(request.params, size, self._known)
+
+    def _draft_chain(self, own: Drafting, free: Iterator[int]) -> None:
+        """Grows a chain as pass after pass does, in one call: what is computed between passes takes longer than one."""
+        chunk, length, params = self._first_chunk(own, free), len(own.tokens), own.request.params
+        slots = [next(free) for _ in range(length + 1, own.reach)]
+        is_greedy = params.rule is Rule.GREEDY
+        places = range(length, own.reach)
+        keys = None if is_greedy else [stream_key(params.seed, Lane.GUMBEL, place) for place in places]
+        found = self._model.draft_chain(chunk, Chain(slots, keys, 1.0 if is_greedy else params.temperature))
+        if not all(found.is_finite):
+            return
+        for guess in found.guesses:
+            (node,) = own.growth.take(1, own.reach, is_chain=True)
+            own.nodes += own.growth.evaluated(node, [own.growth.reserve_name()], [guess], None)
 
     def _take(self, own: Drafting, index: int) -> list[GrowingNode]:
         """Takes a session's nodes of its pass `index`, the root's being 0."""

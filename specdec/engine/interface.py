@@ -207,6 +207,6 @@ class Features(Protocol):
         """Makes forwards after the next `allocate` return the features of all rows, of the layers named last. Raises
         ModelRefused for a model that has none."""
 
-    def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the lookup in the table of embeddings, without the factor of some architectures: [rows] int64 ->
-        [rows, hidden] of the model's type. To be called between forwards."""
+    def load_embedding(self) -> torch.Tensor | torch.nn.Module:
+        """Returns the table of embeddings, without the factor of some architectures: [tokens, hidden] of the model's
+        type, or a `PackedEmbedding`. To be called between forwards."""

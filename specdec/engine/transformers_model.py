@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,13 +124,11 @@ class TransformersModel:
         self._hooks = keep_states(self._base, layer_ids, self._states)
         self.asked.feature_layers = tuple(layer_ids)
 
-    def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def load_embedding(self) -> torch.Tensor | nn.Module:
         """See `Features`."""
         its: Any = self._base
         embedding: PackedEmbedding | nn.Embedding = its.get_input_embeddings()
-        if isinstance(embedding, PackedEmbedding):
-            return embedding.rows
-        return partial(torch.nn.functional.embedding, weight=embedding.weight)
+        return embedding if isinstance(embedding, PackedEmbedding) else embedding.weight.detach()
 
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids

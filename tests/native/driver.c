@@ -294,6 +294,51 @@ static void run_step(const plan *p, const sd_model *model, int32_t threads) {
     for (int64_t i = 0; i < n->layers; i++) add_numbers(model->layers[i].cache.keys, count, model->type);
 }
 
+// A chain behind the last row, of second inputs from a table or from the output layer's panels.
+static void run_chain(const plan *p, const sd_model *model, int32_t threads) {
+    const sizes *n = &p->n;
+    int64_t rows = p->rows.count, size = n->hidden, item = item_size(model->type), tokens = 3;
+    if (!has_seconds(p) || !rows) return;
+    int64_t first = p->rows.path_start[rows - 1], known = p->rows.path_start[rows] - first;
+    const int32_t layers[] = {model->layer_count}, last = (int32_t)rows - 1;
+    int32_t *path = memory_of((known + tokens - 1) * 4);
+    for (int64_t i = 0; i < known; i++) path[i] = p->rows.path[first + i];
+    for (int64_t i = known; i < known + tokens - 1; i++) path[i] = (int32_t)(i * 7 % (n->block_count * n->block_size));
+    uint64_t keys[] = {1, 2, 3};
+    sd_step_arguments asked = {
+        .ids = p->ids,
+        .inputs = numbers_of(rows * size, model->type),
+        .logit_rows = &last,
+        .logit_count = 1,
+        .logits = memory_of(n->vocabulary * 4),
+        .is_finite = memory_of(rows),
+        .seconds = numbers_of(rows * size, model->type),
+        .feature_layers = layers,
+        .feature_count = 1,
+        .features = memory_of(rows * size * item),
+    };
+    sd_chain chain = {
+        .count = tokens,
+        .before = n->flags & HIDDEN ? &model->last : NULL,
+        .table = n->flags & INPUTS ? numbers_of(n->vocabulary * size, model->type) : NULL,
+        .packed = &model->output,
+        .table_count = n->vocabulary,
+        .path = path,
+        .keys = n->flags & FEATURES ? keys : NULL,
+        .temperature = 0.5,
+        .room = memory_of(2 * size * item),
+        .ids = memory_of(tokens * 8),
+        .shares = memory_of(tokens * 4),
+        .is_finite = memory_of(tokens),
+    };
+    int32_t code = sd_draft(model, &p->rows, &asked, &chain, threads);
+    add_bits(&code, sizeof code);
+    add_bits(chain.is_finite, tokens);
+    add_bits(chain.ids, tokens * 8);
+    add_numbers(chain.shares, tokens, SD_FLOAT32);
+    if (code == SD_DONE) add_numbers(asked.features, rows * size, model->type);
+}
+
 // Another caller at the same time.
 static void *run_neighbour(void *argument) {
     const sd_model *model = argument;
@@ -311,6 +356,7 @@ static uint64_t run(const plan *p, int32_t threads) {
     int has_neighbour = threads > 1 && pthread_create(&neighbour, NULL, run_neighbour, &model) == 0;
     run_kernels(p, &model, threads);
     run_step(p, &model, threads);
+    run_chain(p, &model, threads);
     if (has_neighbour) pthread_join(neighbour, NULL);
     return bits_so_far();
 }

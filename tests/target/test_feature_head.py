@@ -3,6 +3,7 @@ plain network drafts from the whole text."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from specdec.target_service.feature_head import FeatureHeadDrafter
 from specdec.target_service.verifier import Verifier
 from tests.support.eagle_heads import WholeText, random_head
 from tests.support.engine_models import make_tiny_model, random_tokens
+from tests.support.gguf_models import make_tiny_gguf
 
 BLOCK_SIZE, CHUNK_SIZE, VOCABULARY_SIZE = 16, 24, 288
 PROMPT = random_tokens(70, 1)
@@ -324,12 +326,56 @@ def test_mistakes_are_found(mistake: str, folder: Path, checker: Checker, monkey
 def test_nothing_is_computed_without_a_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: a step without a verification that asks for the head runs no pass, and gives the sampler's own outputs."""
     target = Target(folder)
-    monkeypatch.setattr(target.model, "run_pass", lambda *own: pytest.fail("a pass ran"))
+    for name in ("run_pass", "draft_chain"):
+        monkeypatch.setattr(target.model, name, lambda *own: pytest.fail("a pass ran"))
     target.open(1)
     for _ in range(2):
         target.ask(1, HeadPlan(), [5, 6])
         target.run()
         assert target.nodes(1) == ()
+
+
+@pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.COUPLED])
+@pytest.mark.parametrize("kind", ["dense", "packed", "normed"])
+def test_a_chain_in_one_call_is_that_of_its_passes(
+    kind: str, rule: Rule, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim: the chains of one session, drafted in one native call, are those of a pass for each token, with their
+    confidences, bit for bit: with a table of embeddings that is dense and packed, a norm before the residual, and draft
+    tokens that were rejected before; a chain with a pass that is not finite is not sent.
+
+    Conclusive: several rounds with different chains are compared exactly, and a call that is not made fails.
+    """
+    if kind == "packed":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        folder = make_tiny_gguf(
+            tmp_path, "llama", "Q8_0", hidden_size=64, intermediate_size=64, head_dim=16, num_hidden_layers=3
+        )
+    head = random_head(norm_before_residual=kind == "normed")
+    monkeypatch.setattr(sys.modules[__name__], "random_head", lambda: head)
+    sent: dict[bool, list[tuple[DraftNode, ...]]] = {}
+    calls: list[int] = []
+    draft_chain = EagleTarget.draft_chain
+    monkeypatch.setattr(EagleTarget, "draft_chain", lambda *own: (calls.append(1), draft_chain(*own))[1])
+    for has_chains in (True, False):
+        monkeypatch.setattr(EagleTarget, "has_chains", has_chains)
+        target = Target(folder, rule)
+        assert isinstance(target.model._table, torch.Tensor) is (kind != "packed")
+        target.open(1)
+        for number in range(6):
+            target.ask(1, HeadPlan(1 + number), [*range(5, 5 + number)])
+            target.run()
+            sent.setdefault(has_chains, []).append(target.nodes(1))
+        assert len(calls) == 6
+    assert sent[True] == sent[False] and [len(nodes) for nodes in sent[True]] == [1, 2, 3, 4, 5, 6]
+    assert len({tuple(node.token_id for node in nodes) for nodes in sent[True]}) == 6
+    monkeypatch.setattr(EagleTarget, "has_chains", True)
+    head.lm_head.weight.fill_(torch.inf)
+    target = Target(folder, rule)
+    target.open(1)
+    target.ask(1, CHAIN)
+    target.run()
+    assert target.nodes(1) == () and len(calls) == 7
 
 
 def test_texts_are_those_without_a_head(folder: Path) -> None:

@@ -33,7 +33,7 @@ from specdec.engine.cpu.arguments import (
     type_of,
 )
 from specdec.engine.cpu.packing import Packer
-from specdec.engine.cpu.step_arguments import StepArguments, StepModel
+from specdec.engine.cpu.step_arguments import ChainArguments, StepArguments, StepModel
 from specdec.engine.packed import PackedWeight
 from specdec.errors import ConfigError
 
@@ -70,6 +70,7 @@ _RESULTS: dict[str, Any] = {  # of the functions of kernels.h; the others return
     "sd_use": c_int32,
     "sd_packed_bytes": c_int64,
     "sd_step": c_int32,
+    "sd_draft": c_int32,
     "sd_check_rows": c_char_p,
 }
 _TENSOR = (c_void_p, c_int32, c_int64)  # address, type, stride
@@ -105,6 +106,10 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
     "sd_step": (
         *(POINTER(structs.ModelStruct), POINTER(structs.RowsStruct), POINTER(structs.StepStruct)),
         c_int32,
+    ),
+    "sd_draft": (
+        *(POINTER(structs.ModelStruct), POINTER(structs.RowsStruct), POINTER(structs.StepStruct)),
+        *(POINTER(structs.ChainStruct), c_int32),
     ),
     "sd_check_rows": (POINTER(structs.RowsStruct), c_int64, c_int64),
 }
@@ -288,16 +293,30 @@ class Kernels:
     def step(self, model: StepModel, rows: Rows, arguments: StepArguments) -> int:
         """Runs the model's step over these rows, into the results of `arguments`; returns structs.DONE, ABANDONED,
         EXCHANGE_FAILED or NO_MEMORY."""
-        if arguments.row_count != rows.count:
-            refuse("the length of ids", arguments.row_count, f"{rows.count}, the number of rows")
-        last = max(rows.position.tolist(), default=0)
-        if last >= model.struct.positions_max:
-            refuse("the last position", last, f"below {model.struct.positions_max}, the model's")
-        rows.check_cache("the cache", model.struct.layers[0].cache)
-        if model.has_cross and (rows.first is None or not rows.first.all()):
-            refuse("first of a row", 0, "1 or more: the model attends to what lies before it")
+        _check_step(model, rows, arguments, 0)
         code: int = self._library.sd_step(model.struct, rows.struct, arguments.struct, torch.get_num_threads())
         return code
+
+    def draft(self, model: StepModel, rows: Rows, arguments: StepArguments, chain: ChainArguments) -> int:
+        """Runs a step, of which the logits of the last row and one feature are asked, and drafts a chain behind it; see
+        sd_draft. Returns what `step` does."""
+        _check_step(model, rows, arguments, chain.count - 1)
+        chain.check(rows)
+        own = model.struct, rows.struct, arguments.struct, chain.struct
+        code: int = self._library.sd_draft(*own, torch.get_num_threads())
+        return code
+
+
+def _check_step(model: StepModel, rows: Rows, arguments: StepArguments, behind: int) -> None:
+    """Raises ValueError for rows that are not those of the arguments or of the model; `behind`: rows that follow."""
+    if arguments.row_count != rows.count:
+        refuse("the length of ids", arguments.row_count, f"{rows.count}, the number of rows")
+    last = max(rows.position.tolist(), default=0) + behind
+    if last >= model.struct.positions_max:
+        refuse("the last position", last, f"below {model.struct.positions_max}, the model's")
+    rows.check_cache("the cache", model.struct.layers[0].cache)
+    if model.has_cross and (rows.first is None or not rows.first.all()):
+        refuse("first of a row", 0, "1 or more: the model attends to what lies before it")
 
 
 def _rows_of(name: str, x: Tensor, size: int) -> tuple[Tensor, int]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.engine.cpu.arguments import DTYPES, check_tensor, refuse
-from specdec.engine.cpu.structs import FLOAT8, INT4, INT8, Exchange, ModelStruct, StepStruct, WeightStruct
+from specdec.engine.cpu.arguments import DTYPES, Norm, Rows, WeightPanels, check_tensor, refuse
+from specdec.engine.cpu.structs import FLOAT8, INT4, INT8, ChainStruct, Exchange, ModelStruct, StepStruct, WeightStruct
 
 NO_EXCHANGE = Exchange()  # of one rank
 
@@ -149,6 +149,78 @@ class StepArguments:
             len(feature_layers),
             None if self.features is None else self.features.data_ptr(),
         )
+
+
+class ChainArguments:
+    """The arguments of `Kernels.draft` beside those of its step, and its results: `token_ids`, `shares` and
+    `is_finite`, one of each token; those behind the first row that is not finite mean nothing."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        table: Tensor | WeightPanels,
+        before: Norm | None,
+        columns: Tensor,
+        path: Sequence[int],
+        keys: Sequence[int] | None,
+        temperature: float,
+        count: int,
+    ) -> None:
+        """table: [tokens, hidden] of the model's type, or packed; columns: [logits of a row] int64, the token of each;
+        path: of the step's last row, then the slots of the `count` - 1 rows behind it; keys: see `sampling.race`."""
+        size, dtype = model.struct.hidden_size, DTYPES[model.struct.type]
+        if count < 1 or keys is not None and len(keys) != count or len(path) < count:
+            refuse("count", count, f"1 or more, that of the keys, and at most {len(path)}, the slots of the path")
+        check_tensor("columns", columns, torch.int64, (model.struct.output.out_size,))
+        address, packed = None, None
+        if isinstance(table, Tensor):
+            check_tensor("table", table, dtype, (len(table), size))
+            address, table_count = table.data_ptr(), len(table)
+        else:
+            packed, table_count = ctypes.addressof(table.struct), table.out_size
+            if table.in_size != size:
+                refuse("inputs of the table", table.in_size, f"{size}, the hidden size")
+        self.count = count
+        self._path_length = len(path)
+        self._path = (ctypes.c_int32 * len(path))(*path)
+        self._keys = None if keys is None else (ctypes.c_uint64 * count)(*keys)
+        self._ids, self._shares = (ctypes.c_int64 * count)(), (ctypes.c_float * count)()
+        self._is_finite = (ctypes.c_uint8 * count)()
+        self._room = torch.empty(2, size, dtype=dtype)
+        self._kept = table, before, columns
+        self.struct = ChainStruct(
+            count,
+            None if before is None else ctypes.addressof(before.struct),
+            address,
+            packed,
+            table_count,
+            ctypes.addressof(self._path),
+            columns.data_ptr(),
+            None if self._keys is None else ctypes.addressof(self._keys),
+            temperature,
+            self._room.data_ptr(),
+            ctypes.addressof(self._ids),
+            ctypes.addressof(self._shares),
+            ctypes.addressof(self._is_finite),
+        )
+
+    def check(self, rows: Rows) -> None:
+        """Raises ValueError unless the path is that of the last of these rows with one slot for each row behind it."""
+        known = int(rows.path_start[-1] - rows.path_start[-2])
+        if self._path_length != known + self.count - 1:
+            refuse("the length of path", self._path_length, f"{known} + {self.count - 1}")
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self._ids)
+
+    @property
+    def shares(self) -> list[float]:
+        return list(self._shares)
+
+    @property
+    def is_finite(self) -> list[bool]:
+        return [bool(one) for one in self._is_finite]
 
 
 def _checked(name: str, values: Tensor, count: int) -> list[int]:

@@ -6,12 +6,12 @@ Pointers are addresses: the owner of a structure keeps what it points to alive. 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 
 SILU, GELU_TANH, GELU_ERF, RELU = range(4)  # SD_SILU ...
 INT4, INT8, FLOAT8, NONE = 3, 4, 5, -1  # SD_INT4 ...
 ROUND_ONCE, ROUND_FIRST = range(2)  # SD_ROUND_*
-DONE, ABANDONED, EXCHANGE_FAILED, NO_MEMORY, OUT_OF_RANGE = range(5)  # what sd_step returns
+DONE, ABANDONED, EXCHANGE_FAILED, NO_MEMORY, OUT_OF_RANGE = range(5)  # what sd_step and sd_draft return
 
 # sd_exchange: the sum over all ranks in place of these floats; called on the calling thread.
 Exchange = ctypes.CFUNCTYPE(c_int32, POINTER(c_float), c_int64)
@@ -161,6 +161,26 @@ class StepStruct(ctypes.Structure):
     ]
 
 
+class ChainStruct(ctypes.Structure):
+    """sd_chain."""
+
+    _fields_ = [
+        ("count", c_int64),
+        ("before", c_void_p),
+        ("table", c_void_p),
+        ("packed", c_void_p),
+        ("table_count", c_int64),
+        ("path", c_void_p),
+        ("token_ids", c_void_p),
+        ("keys", c_void_p),
+        ("temperature", c_double),
+        ("room", c_void_p),
+        ("ids", c_void_p),
+        ("shares", c_void_p),
+        ("is_finite", c_void_p),
+    ]
+
+
 # By the name in kernels.h.
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "sd_weight": WeightStruct,
@@ -171,4 +191,5 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "sd_layer": LayerStruct,
     "sd_model": ModelStruct,
     "sd_step_arguments": StepStruct,
+    "sd_chain": ChainStruct,
 }

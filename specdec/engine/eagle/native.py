@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from specdec.engine.cpu import structs
-from specdec.engine.cpu.arguments import TYPES, LayerCache, Norm, ScoreRule, WeightPanels
+from specdec.engine.cpu.arguments import TYPES, LayerCache, Norm, Rows, ScoreRule, WeightPanels
 from specdec.engine.cpu.kernels import ACTIVATIONS, Kernels
 from specdec.engine.cpu.plan import RowArrays
-from specdec.engine.cpu.step_arguments import StepArguments, StepModel
+from specdec.engine.cpu.step_arguments import ChainArguments, StepArguments, StepModel
 from specdec.engine.cpu.storage import CpuStorage
 from specdec.engine.eagle.network import EagleHead, Layer
-from specdec.engine.eagle.pairs import PairChunk, PassResult, plan_pairs
+from specdec.engine.eagle.pairs import Chain, DraftedChain, PairChunk, PassResult, plan_pairs
 from specdec.engine.packed import GROUP_STEP, PackedWeight
 
 GROUP = 64  # inputs of a scale
@@ -39,10 +39,17 @@ class KernelPass:
     """Passes of a head on the kernels, in a target's type. One thread at a time."""
 
     def __init__(
-        self, kernels: Kernels, head: EagleHead, dtype: torch.dtype, positions_max: int, is_packed: bool
+        self,
+        kernels: Kernels,
+        head: EagleHead,
+        table: Tensor | WeightPanels,
+        dtype: torch.dtype,
+        positions_max: int,
+        is_packed: bool,
     ) -> None:
-        """`is_packed`: weights are rounded to 8 bits."""
+        """table: second inputs of the target's tokens; `is_packed`: weights are rounded to 8 bits."""
         self._kernels, self._dtype, self._is_packed = kernels, dtype, is_packed
+        self._table, self._columns = table, head.target_ids
         self._config = config = head.config
         layer = head.layer
         self._fc, output = self._panels(head.fc.weight), self._panels(head.lm_head.weight)
@@ -120,7 +127,27 @@ class KernelPass:
 
     def run(self, chunks: Sequence[PairChunk], embeddings: Tensor, asked: Sequence[int]) -> PassResult:
         """Runs a pass. embeddings: [pairs, hidden] of the target's type; `asked`: pairs whose logits are wanted."""
-        assert self._model is not None, "run was called before allocate"
+        model, rows, arguments = self._call(chunks, embeddings, asked)
+        check_memory(self._kernels.step(model, rows, arguments))
+        assert arguments.features is not None
+        return PassResult(arguments.features, arguments.logits, arguments.is_finite)
+
+    def draft(self, chunk: PairChunk, embeddings: Tensor, chain: Chain) -> tuple[DraftedChain, Tensor]:
+        """Runs a pass and a chain behind its last pair, which has a path, in one call. embeddings: see `run`. Returns
+        also which pairs are finite, those of the chain last."""
+        model, rows, arguments = self._call([chunk], embeddings, [len(chunk.token_ids) - 1])
+        path, count = [*chunk.paths[-1], *chain.slots], 1 + len(chain.slots)
+        own = self._table, self._before, self._columns, path, chain.keys, chain.temperature, count
+        drafted = ChainArguments(model, *own)
+        check_memory(self._kernels.draft(model, rows, arguments, drafted))
+        is_finite = torch.cat([arguments.is_finite, torch.tensor(drafted.is_finite[1:], dtype=torch.bool)])
+        return DraftedChain([*zip(drafted.token_ids, drafted.shares)], drafted.is_finite), is_finite
+
+    def _call(
+        self, chunks: Sequence[PairChunk], embeddings: Tensor, asked: Sequence[int]
+    ) -> tuple[StepModel, Rows, StepArguments]:
+        """Returns the arguments of the call that computes these pairs."""
+        assert self._model is not None, "a pass was run before allocate"
         arrays: RowArrays = plan_pairs(chunks, self._block_size)
         rows = self._kernels.rows(block_count=self._block_count, block_size=self._block_size, **arrays._asdict())
         features = torch.cat([chunk.features for chunk in chunks])
@@ -132,8 +159,10 @@ class KernelPass:
             seconds=embeddings,
             feature_layers=(AFTER_LAYER,),
         )
-        code = self._kernels.step(self._model, rows, arguments)
-        if code != structs.DONE:
-            raise MemoryError("no memory for the buffers of a pass")
-        assert arguments.features is not None
-        return PassResult(arguments.features, arguments.logits, arguments.is_finite)
+        return self._model, rows, arguments
+
+
+def check_memory(code: int) -> None:
+    """Raises MemoryError for a call that ended with this code and is not done."""
+    if code != structs.DONE:
+        raise MemoryError("no memory for the buffers of a pass")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy
 from torch import Tensor
@@ -43,6 +44,24 @@ class PassResult:
     x: Tensor  # [pairs, hidden], the next pairs' features
     logits: Tensor  # [pairs asked for, draft vocabulary] float32
     is_finite: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A chain to draft behind the last pair of a pass: one token more than `slots`, those of the pairs of its tokens.
+    `keys`: of the noise of each token (`protocol.noise.stream_key`); none: the likeliest token at any temperature."""
+
+    slots: Sequence[int]
+    keys: Sequence[int] | None
+    temperature: float
+
+
+class DraftedChain(NamedTuple):
+    """Tokens with their confidences, and whether the pass of each was finite: those behind one that was not mean
+    nothing."""
+
+    guesses: list[tuple[int, float]]
+    is_finite: list[bool]
 
 
 def slots_of(block_ids: Sequence[int], cells: numpy.ndarray, block_size: int) -> numpy.ndarray:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -181,9 +180,9 @@ class LeaderModel:
         """See `Features`. All ranks have the same features; rank 0 returns its own."""
         self.share.return_features(layer_ids)
 
-    def load_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def load_embedding(self) -> torch.Tensor | torch.nn.Module:
         """See `Features`. Of the whole vocabulary: that of the share is a part."""
-        return partial(torch.nn.functional.embedding, weight=self._load_embedding())
+        return self._load_embedding()
 
     def allocate(self, block_count: int, block_size: int) -> LeaderStorage:
         self._sender.send(pack(Allocate(block_count, block_size)))

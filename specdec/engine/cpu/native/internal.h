@@ -31,6 +31,8 @@ typedef struct {
     void (*mask)(const float *x, int64_t stride, int64_t rows, int64_t size, const int32_t *masks, int64_t mask_stride,
                  float *y, int32_t *is_empty, int32_t threads);
     int32_t (*step)(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments, int32_t threads);
+    int32_t (*draft)(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments,
+                     const sd_chain *chain, int32_t threads);
 } sd_kernels;
 
 extern const sd_kernels sd_kernels_avx2, sd_kernels_avx512, sd_kernels_avx512_bf16, sd_kernels_neon;

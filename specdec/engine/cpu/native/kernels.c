@@ -120,3 +120,8 @@ void sd_mask(const float *x, int64_t stride, int64_t rows, int64_t size, const i
 int32_t sd_step(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments, int32_t threads) {
     return in_force()->step(model, rows, arguments, threads);
 }
+
+int32_t sd_draft(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments, const sd_chain *chain,
+                 int32_t threads) {
+    return in_force()->draft(model, rows, arguments, chain, threads);
+}

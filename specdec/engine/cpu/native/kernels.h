@@ -137,6 +137,25 @@ typedef struct {
     void *features;             // [rows, feature_count, hidden] of the model's type
 } sd_step_arguments;
 
+// A chain of tokens behind the last row of a step of a model with second inputs. Each token is the one with the largest
+// logit / temperature + noise of its key, as sd_guess finds it, of the last row; it is the second input of a row behind
+// it, whose input is the only feature of the row before.
+typedef struct {
+    int64_t count;              // of tokens; one row less is run behind those of the step
+    const sd_norm *before;      // of the inputs of these rows; NULL: none
+    const void *table;          // [table_count][hidden] of the model's type: second inputs; NULL: those of `packed`
+    const sd_weight *packed;
+    int64_t table_count;
+    const int32_t *path;        // the path of the last row, then the slots of the rows behind it
+    const int64_t *token_ids;   // [output.out_size] of the columns
+    const uint64_t *keys;       // [count]; NULL: no noise
+    double temperature;
+    void *room;                 // [2][hidden] of the model's type
+    int64_t *ids;               // [count] what is found, with the shares of sd_guess
+    float *shares;
+    uint8_t *is_finite;         // [count] as of a step; the first row that is not ends the chain
+} sd_chain;
+
 // SD_OUT_OF_RANGE: an id, a position, a row of logits, second inputs or the positions of cross attention do not exist.
 enum { SD_DONE = 0, SD_ABANDONED = 1, SD_EXCHANGE_FAILED = 2, SD_NO_MEMORY = 3, SD_OUT_OF_RANGE = 4 };
 
@@ -193,6 +212,10 @@ SD_PUBLIC void sd_mask(const float *x, int64_t stride, int64_t rows, int64_t siz
 // Runs one step; returns SD_*.
 SD_PUBLIC int32_t sd_step(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments,
                           int32_t threads);
+// Runs one step, of which the logits of the last row alone and one feature are asked, and drafts a chain behind it.
+// The feature and the logits of the last row are in the end those of the last row of the chain. Returns SD_*.
+SD_PUBLIC int32_t sd_draft(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments,
+                           const sd_chain *chain, int32_t threads);
 // Returns NULL if every index of the rows lies within a cache of these sizes, else what is wrong.
 SD_PUBLIC const char *sd_check_rows(const sd_rows *rows, int64_t block_count, int64_t block_size);
 

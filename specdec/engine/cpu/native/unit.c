@@ -7,6 +7,7 @@
 #include "attend.h"
 #include "step.h"
 #include "sampling.h"
+#include "chain.h"
 
 #define JOINED(a, b) a##b
 #define TABLE_OF(unit) JOINED(sd_kernels_, unit)
@@ -37,4 +38,5 @@ const sd_kernels TABLE_OF(UNIT) = {
     .guess = guess,
     .mask = mask,
     .step = step_on,
+    .draft = draft_chain,
 };
