@@ -326,7 +326,7 @@ static void run_chain(const plan *p, const sd_model *model, int32_t threads) {
         .path = path,
         .keys = n->flags & FEATURES ? keys : NULL,
         .temperature = 0.5,
-        .room = memory_of(2 * size * item),
+        .scratch = memory_of(2 * size * item),
         .ids = memory_of(tokens * 8),
         .shares = memory_of(tokens * 4),
         .is_finite = memory_of(tokens),

@@ -341,23 +341,17 @@ def test_a_chain_in_one_call_is_that_of_its_passes(
     kind: str, rule: Rule, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claim: the chains of one session, drafted in one native call, are those of a pass for each token, with their
-    confidences, bit for bit: with a table of embeddings that is dense and packed, a norm before the residual, and draft
-    tokens that were rejected before; a chain with a pass that is not finite is not sent.
-
-    Conclusive: several rounds with different chains are compared exactly, and a call that is not made fails.
-    """
+    confidences, bit for bit: with a dense or packed table of embeddings, a norm before the residual, and draft tokens
+    that were rejected; one with a pass that is not finite is not sent. Conclusive: a call that is not made fails."""
     if kind == "packed":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        folder = make_tiny_gguf(
-            tmp_path, "llama", "Q8_0", hidden_size=64, intermediate_size=64, head_dim=16, num_hidden_layers=3
-        )
-    head = random_head(norm_before_residual=kind == "normed")
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 3}
+        folder = make_tiny_gguf(tmp_path, "llama", "Q8_0", **sizes)
+    head, calls, draft_chain = random_head(norm_before_residual=kind == "normed"), [], EagleTarget.draft_chain
     monkeypatch.setattr(sys.modules[__name__], "random_head", lambda: head)
-    sent: dict[bool, list[tuple[DraftNode, ...]]] = {}
-    calls: list[int] = []
-    draft_chain = EagleTarget.draft_chain
     monkeypatch.setattr(EagleTarget, "draft_chain", lambda *own: (calls.append(1), draft_chain(*own))[1])
-    for has_chains in (True, False):
+    sent: dict[bool, list[tuple[DraftNode, ...]]] = {False: [], True: []}
+    for has_chains in (False, True):
         monkeypatch.setattr(EagleTarget, "has_chains", has_chains)
         target = Target(folder, rule)
         assert isinstance(target.model._table, torch.Tensor) is (kind != "packed")
@@ -365,11 +359,10 @@ def test_a_chain_in_one_call_is_that_of_its_passes(
         for number in range(6):
             target.ask(1, HeadPlan(1 + number), [*range(5, 5 + number)])
             target.run()
-            sent.setdefault(has_chains, []).append(target.nodes(1))
-        assert len(calls) == 6
+            sent[has_chains].append(target.nodes(1))
+        assert len(calls) == (6 if has_chains else 0)
     assert sent[True] == sent[False] and [len(nodes) for nodes in sent[True]] == [1, 2, 3, 4, 5, 6]
     assert len({tuple(node.token_id for node in nodes) for nodes in sent[True]}) == 6
-    monkeypatch.setattr(EagleTarget, "has_chains", True)
     head.lm_head.weight.fill_(torch.inf)
     target = Target(folder, rule)
     target.open(1)

@@ -186,7 +186,7 @@ class ChainArguments:
         self._keys = None if keys is None else (ctypes.c_uint64 * count)(*keys)
         self._ids, self._shares = (ctypes.c_int64 * count)(), (ctypes.c_float * count)()
         self._is_finite = (ctypes.c_uint8 * count)()
-        self._room = torch.empty(2, size, dtype=dtype)
+        self._scratch = torch.empty(2, size, dtype=dtype)
         self._kept = table, before, columns
         self.struct = ChainStruct(
             count,
@@ -198,7 +198,7 @@ class ChainArguments:
             columns.data_ptr(),
             None if self._keys is None else ctypes.addressof(self._keys),
             temperature,
-            self._room.data_ptr(),
+            self._scratch.data_ptr(),
             ctypes.addressof(self._ids),
             ctypes.addressof(self._shares),
             ctypes.addressof(self._is_finite),

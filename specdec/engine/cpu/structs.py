@@ -174,7 +174,7 @@ class ChainStruct(ctypes.Structure):
         ("token_ids", c_void_p),
         ("keys", c_void_p),
         ("temperature", c_double),
-        ("room", c_void_p),
+        ("scratch", c_void_p),
         ("ids", c_void_p),
         ("shares", c_void_p),
         ("is_finite", c_void_p),

@@ -34,7 +34,7 @@ static int32_t run_behind(const sd_model *model, const sd_rows *rows, const sd_s
     const sd_cache *cache = &model->layers[0].cache;
     if (id < 0 || id >= chain->table_count || sd_check_rows(&row, cache->block_count, cache->block_size))
         return SD_OUT_OF_RANGE;
-    char *x = last_feature(model, rows, asked), *second = chain->room, *normed = item_of(second, size, model->type);
+    char *x = last_feature(model, rows, asked), *second = chain->scratch, *normed = item_of(second, size, model->type);
     if (chain->before) normalize_row(chain->before, x, normed, model->type, size);
     if (chain->table) {
         memcpy(second, item_of(chain->table, id * size, model->type), (size_t)size * (model->type == SD_FLOAT32 ? 4 : 2));

@@ -150,7 +150,7 @@ typedef struct {
     const int64_t *token_ids;   // [output.out_size] of the columns
     const uint64_t *keys;       // [count]; NULL: no noise
     double temperature;
-    void *room;                 // [2][hidden] of the model's type
+    void *scratch;              // [2][hidden] of the model's type
     int64_t *ids;               // [count] what is found, with the shares of sd_guess
     float *shares;
     uint8_t *is_finite;         // [count] as of a step; the first row that is not ends the chain
