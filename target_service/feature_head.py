@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork
-from specdec.decoding.proposal import KnownTokens, ProposalRequest, is_of_logits, propose
+from specdec.decoding.proposal import NOISED_TOKENS_MAX, KnownTokens, ProposalRequest, has_cut, may_edit, propose
 from specdec.decoding.token_path import TokenPath
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.eagle.model import EagleTarget
@@ -186,10 +186,14 @@ class FeatureHeadDrafter:
             self._run(chosen, chunks)
 
     def _is_one_call(self, request: VerificationRequest) -> bool:
-        """Whether what is drafted is a chain that the kernels can draft alone."""
-        plan, size = request.head_plan, self._model.description.vocabulary_size
+        """Whether what is drafted is a chain whose tokens have the largest logit / temperature + noise of the head's
+        own tokens, which the kernels can draft alone."""
+        plan, params, known = request.head_plan, request.params, self._known
         is_chain = self._model.has_chains and plan.nodes_per_step == 1 and not plan.siblings
-        return is_chain and is_of_logits(request.params, size, self._known)
+        if not is_chain or may_edit(params) or self._model.description.vocabulary_size < known.end:
+            return False
+        is_raced = params.rule is Rule.COUPLED and not has_cut(params) and len(known.ids) <= NOISED_TOKENS_MAX
+        return params.rule is Rule.GREEDY or is_raced
 
     def _draft_chain(self, own: Drafting, free: Iterator[int]) -> None:
         """Grows a chain as pass after pass does, in one call: what is computed between passes takes longer than one."""

@@ -159,14 +159,6 @@ def is_by_id(request: ProposalRequest, known: KnownTokens) -> bool:
     return request.vocabulary_size < known.end or may_edit(request.params)
 
 
-def is_of_logits(params: ResolvedSamplingParams, vocabulary_size: int, known: KnownTokens) -> bool:
-    """Whether a guess among the columns of `known` is the largest logit / temperature + noise, as kernels find it."""
-    if may_edit(params) or vocabulary_size < known.end:
-        return False
-    is_small = len(known.ids) <= NOISED_TOKENS_MAX
-    return params.rule is Rule.GREEDY or params.rule is Rule.COUPLED and is_small and not has_cut(params)
-
-
 def proposals_of_rule(
     rule: Rule,
     requests: Sequence[ProposalRequest],
