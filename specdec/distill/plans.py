@@ -47,6 +47,8 @@ class Plans:
     with these are windows of `files`, as they are, which the target only labels, and continued, and texts of `records`.
 
     Without a chat template a prompt is the text's beginning. Temperatures are taken in turn; `seed` decides all draws.
+    `is_repeated`: a prompt is asked at every temperature before the next one; else at another one each time that all
+    have been asked, so that few texts are of as many prompts as they can.
     `beginning`: tokens with which an output of an encoder-decoder target begins, after a prompt, which is its input;
     such a target neither asks itself nor continues files. Raises ConfigError for a template that is not valid, for one
     with no tokens around a question of the target's own, and without template, prompts and files. Making a plan raises
@@ -63,7 +65,9 @@ class Plans:
         files: Sequence[Path] = (),
         records: Sequence[Record] = (),
         beginning: tuple[int, ...] = (),
+        is_repeated: bool = True,
     ) -> None:
+        self._is_repeated = is_repeated or not prompts
         self._beginning = beginning
         if beginning and (files or not (prompts or records)):
             limit = "give --prompts, which are inputs, or --from-record"
@@ -98,6 +102,8 @@ class Plans:
             facts.append(self._first)
         if self._beginning:
             facts.append([self._beginning, [own.encoder_length for own in self.records]])
+        if not self._is_repeated:
+            facts.append("each prompt once")
         records = [list(map(list, (own.prompt_ids, own.output_ids))) for own in self.records]
         return hashlib.sha256(
             json.dumps([*facts, list(self._prompts), *self._file_digests, records]).encode()
@@ -118,8 +124,11 @@ class Plans:
 
     def _asked(self, index: int, seed: int) -> TextOrder:
         """A given prompt, or a question of the target, with its answer."""
-        temperature = self._temperatures[index % len(self._temperatures)]
-        prompt = self._prompts[index // len(self._temperatures) % len(self._prompts)] if self._prompts else None
+        asked, turn = divmod(index, len(self._temperatures))
+        if not self._is_repeated:
+            asked, turn = index, sum(divmod(index, len(self._prompts)))
+        temperature = self._temperatures[turn % len(self._temperatures)]
+        prompt = self._prompts[asked % len(self._prompts)] if self._prompts else None
         if self._parts is None:
             assert prompt is not None
             ids = tuple(self._words.encode(prompt).ids)  # with the tokens that the tokenizer adds, as when served

@@ -145,7 +145,15 @@ def plans_of(
     parts = zip(("heldout", "train"), (heldout, temperatures), split(prompts), split(files), split(records))
     return {
         name: Plans(
-            folder.path, at, settings.text_tokens, f"{name}/{settings.text_seed}", asked, read, kept, folder.beginning
+            folder.path,
+            at,
+            settings.text_tokens,
+            f"{name}/{settings.text_seed}",
+            asked,
+            read,
+            kept,
+            folder.beginning,
+            is_repeated=name == "heldout",
         )
         for name, at, asked, read, kept in parts
     }

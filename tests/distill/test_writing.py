@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,18 @@ def test_texts_and_labels_are_the_targets_own(target):
         assert torch.allclose(found, rows.gather(1, texts.likeliest_ids[start : start + len(own)].long()), atol=0.02)
         assert torch.equal(texts.likeliest_ids[start : start + len(own), 0].long(), rows.argmax(1))
         start += len(own)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:]])
+def test_few_texts_are_of_many_prompts(prompts: Sequence[str]) -> None:
+    """Claim: where prompts are not repeated, as many texts as prompts have them all, and as many more each of them at
+    the other temperature. Conclusive: numbers of prompts that are odd and even."""
+    count, told = len(prompts), (MODELS / "target", (0.0, 0.7), ANSWER_TOKENS, "1", prompts)
+    orders = Plans(*told, is_repeated=False).make(0, 2 * count)
+    asked = [(own.passages[0].given, own.passages[0].temperature) for own in orders]
+    assert len({given for given, _ in asked[:count]}) == count and {at for _, at in asked[:2]} == {0.0, 0.7}
+    every = [(own.passages[0].given, own.passages[0].temperature) for own in Plans(*told).make(0, 2 * count)]
+    assert {*asked} == {*every} and len({*every}) == 2 * count
 
 
 def test_a_text_does_not_depend_on_its_neighbours(target):
