@@ -83,7 +83,7 @@ def distill(
     layers = head.config.aux_layer_ids if head else ()
     if settings.eagle and not head:
         layers = feature_layers(folder, layers_of(settings.eagle_layers, "--eagle-layers"))
-    written = written_texts(settings, folder, start, device, console)
+    written = written_texts(settings, folder, start, device, console, layers)
     texts, heldout = written.learned.texts, written.heldout.texts
     make_folder(settings.out, "--out")
     plan = plan_of(settings, device, digest_of(start or head, texts, heldout))

@@ -1,6 +1,7 @@
 """The target's features along labelled texts, on disk: recorded once, read again every pass.
 
-They lie beside their texts, in bfloat16, a file for each, by the layers they are of: 3.5 KB a token for three layers of
+Of a text that the target writes they are kept as it computes them, of others it reads the text. They lie beside their
+texts, in bfloat16, a file for each, by the layers they are of: 3.5 KB a token for three layers of
 a hidden size of 576, 24 KB for 4,096. A run that is stopped records on with the first file that is missing.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, packed
 from specdec.engine.eagle.features import states_entering
+from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.errors import ConfigError
 
 NAME = "features"
@@ -67,9 +69,10 @@ def features_file(texts: Path, layer_ids: Sequence[int]) -> Path:
     return texts.with_suffix(f".{NAME}-{'-'.join(map(str, layer_ids))}.safetensors")
 
 
-def features_origin(texts_origin: str, layer_ids: Sequence[int]) -> str:
-    """Returns a digest of everything that decides the features of a file of texts."""
-    return hashlib.sha256(f"{texts_origin} {list(layer_ids)}".encode()).hexdigest()
+def features_place(texts: Path, texts_origin: str, layer_ids: Sequence[int]) -> tuple[Path, str]:
+    """Returns the file of the features of a file of texts, and a digest of everything that decides them."""
+    origin = hashlib.sha256(f"{texts_origin} {list(layer_ids)}".encode()).hexdigest()
+    return features_file(texts, layer_ids), origin
 
 
 @torch.no_grad()
@@ -98,6 +101,44 @@ def record_features(
             for row, index in enumerate(indices):
                 found[starts[index] : starts[index + 1]] = rows[row, : lengths[index]]
             told(sum(lengths[index] for index in indices))
+    save_features(found, file, origin)
+
+
+def save_features(rows: Tensor, file: Path, origin: str) -> None:
+    """Writes the features of texts one after another, whole or not at all.  rows: [tokens, layers * hidden] bfloat16"""
     unfinished = file.with_suffix(".unfinished")
-    save_file({NAME: found}, unfinished, metadata={"origin": origin})
+    save_file({NAME: rows}, unfinished, metadata={"origin": origin})
     os.replace(unfinished, file)
+
+
+class RecordingModel:
+    """A CausalModel that keeps the features of its rows, by the first block of their sequence, until they are taken."""
+
+    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
+        """model: a CausalModel that has `Features`. Raises ModelRefused for one that has none."""
+        model.return_features(layer_ids)
+        self._model = model
+        self._kept: dict[int, list[Tensor]] = {}
+        self.description: ModelDescription = model.description
+
+    @property
+    def cache_bytes_per_position(self) -> int:
+        found: int = self._model.cache_bytes_per_position
+        return found
+
+    def allocate(self, block_count: int, block_size: int) -> Storage:
+        storage: Storage = self._model.allocate(block_count, block_size)
+        return storage
+
+    def forward(self, batch: RaggedBatch) -> StepOutput:
+        """See `CausalModel`."""
+        output: StepOutput = self._model.forward(batch)
+        assert output.features is not None, "the model was asked for features"
+        rows = output.features.to(torch.bfloat16).cpu().split([len(chunk.token_ids) for chunk in batch.chunks])
+        for chunk, own in zip(batch.chunks, rows):
+            self._kept.setdefault(chunk.block_ids[0], []).append(own)
+        return output
+
+    def take(self, first_block: int) -> Tensor:
+        """Returns the features of all rows of a sequence since its first one.  # [rows, layers * hidden] bfloat16"""
+        return torch.cat(self._kept.pop(first_block))

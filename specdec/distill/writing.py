@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.distill.features import RecordingModel
 from specdec.distill.texts import LabelledTexts, label
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import CausalModel, ModelDescription
@@ -128,10 +129,11 @@ def _sample(payloads: Sequence[_Row], row_counts: Sequence[int], logits: Tensor)
 
 class TextWriter:
     """Writes texts with a model; at most `text_count` at a time, of at most `length_max` tokens, as far as half of the
-    free memory has their caches."""
+    free memory has their caches. `features`: of the texts of the last `write`, of a `RecordingModel`."""
 
     def __init__(self, model: CausalModel, text_count: int, length_max: int, device: str = "cpu") -> None:
         self._model = model
+        self.features: Tensor | None = None  # [tokens, layers * hidden] bfloat16
         self._end_token_ids = model.description.end_token_ids
         block_size = default_block_size(find_device(device))
         blocks_per_text = -(-length_max // block_size)
@@ -155,10 +157,13 @@ class TextWriter:
         waiting = iter(enumerate(plans))
         done: dict[int, _Writing] = {}
         running: dict[int, _Writing] = {}
+        features: dict[int, Tensor] = {}
         while True:
             self._admit(waiting, running)
             if not running:
-                return _joined([done[index] for index in sorted(done)])
+                order = sorted(done)
+                self.features = torch.cat([features[index] for index in order]) if features else None
+                return _joined([done[index] for index in order])
             chosen = self._chosen(running)
             report = self._engine.call(partial(self._engine.run, [feed for _, feed in chosen]))
             for (index, feed), outcome in zip(chosen, report.outcomes):
@@ -170,6 +175,8 @@ class TextWriter:
                 own.log_probs.append(outcome[2])
                 if own.fed_count == len(own.tokens) and not own.add(outcome[0], self._end_token_ids):
                     done[index] = running.pop(index)
+                    if isinstance(self._model, RecordingModel):
+                        features[index] = self._model.take(own.table.block_ids[0])
                     self._engine.call(partial(self._engine.cache.release, own.table))
             told(len(chosen))
 

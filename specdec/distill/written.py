@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from specdec.distill.features import Features, features_file, features_origin, record_features
+from specdec.distill.features import Features, RecordingModel, features_place, record_features, save_features
 from specdec.distill.plans import Plans, recorded_acceptance, records_of, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.start import Start
@@ -87,9 +87,15 @@ def make_folder(folder: Path, flag: str) -> None:
 
 
 def written_texts(
-    settings: DistillSettings, folder: ModelFolder, start: Start | None, device: str, console: Console
+    settings: DistillSettings,
+    folder: ModelFolder,
+    start: Start | None,
+    device: str,
+    console: Console,
+    layers: tuple[int, ...] = (),
 ) -> WrittenTexts:
-    """Returns the texts to learn from and the held-out ones; has the target write those that are missing."""
+    """Returns the texts to learn from and the held-out ones; has the target write those that are missing, and keep
+    their features that enter these layers, if any."""
     where = settings.texts or settings.out / "texts"
     plans = plans_of(settings, folder, partial(console.print, soft_wrap=True))
     tell_recorded(plans, console)
@@ -104,6 +110,7 @@ def written_texts(
         if start is not None:
             start.check_length(max(lengths)[0])
         model = load_offline_target(settings.target, device)
+        model = RecordingModel(model, layers) if layers else model
         longest = check_lengths(lengths, settings.text_tokens, model.description)
         make_folder(where, "--texts")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -121,7 +128,10 @@ def written_texts(
 
             for own in missing:
                 split, first = own
-                writer.write(plans[split].make(first, FILE_TEXTS), told).save(files[own], origins[own])
+                texts = writer.write(plans[split].make(first, FILE_TEXTS), told)
+                texts.save(files[own], origins[own])
+                if writer.features is not None:
+                    save_features(writer.features, *features_place(files[own], origins[own], layers))
                 bar.advance(task, FILE_TEXTS)
     heldout, *learned = (LabelledTexts.load(files[own], origins[own]) for own in wanted)
     paths, digests = tuple(files.values()), tuple(origins.values())
@@ -178,8 +188,7 @@ def recorded_features(
     target: Any, layers: tuple[int, ...], texts: TextFiles, device: str, console: Console
 ) -> Features:
     """Returns the features along texts; records those that are missing. Raises ConfigError."""
-    files = [features_file(file, layers) for file in texts.files]
-    origins = [features_origin(origin, layers) for origin in texts.origins]
+    files, origins = zip(*(features_place(*own, layers) for own in zip(texts.files, texts.origins)))
     missing = [index for index, file in enumerate(files) if not file.is_file()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     if missing:
