@@ -195,13 +195,17 @@ def learn_eagle(
     features, tested_features = (
         recorded_features(target, layers, own, plan.device, console) for own in (texts, heldout)
     )
+    feature_size = None
     if head is None:
+        sizes = features.sizes(len(layers))
+        feature_size = sizes[-1]
         size, count = settings.draft_vocabulary, folder.token_string_count
         token_ids = most_used(texts.texts, size, folder.end_token_ids) if size else torch.arange(count)
-        sizes = head_sizes(target.config, target_facts(folder), layers, len(token_ids))
-        head = new_head(target, sizes, token_ids, features.sizes(len(layers)), plan.seed)
+        config = head_sizes(target.config, target_facts(folder), layers, len(token_ids))
+        head = new_head(target, config, token_ids, sizes, plan.seed)
     table = target.get_input_embeddings() if head.embed_tokens is None else head.embed_tokens
-    learner = EagleLearner(head.train().requires_grad_(), table.weight.detach(), settings.eagle_steps, plan)
+    steps = settings.eagle_steps
+    learner = EagleLearner(head.train().requires_grad_(), table.weight.detach(), steps, plan, feature_size)
     del target  # but for its embeddings: the features are read
     learned = Data(texts.texts, texts.texts.learned_from, None, features=features)
     tested = Data(heldout.texts, heldout.texts.answered_from, None, features=tested_features)

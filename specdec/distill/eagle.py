@@ -3,6 +3,10 @@
 In step j = 0, 1, ... the head reads at every position its own x of the step before in place of the target's feature,
 beside the true token, and learns the target's distribution one position later. So a step sees what it will see when it
 drafts: the target's features up to j positions before its own, and behind them its own.
+
+Beside the distribution a new head learns to be, with its x, the feature of the last layer, as in EAGLE (Li et al. 2024,
+arXiv 2401.15077, section 4.2). EAGLE-3 leaves that out, as it limits what a head learns from much text; with a million
+tokens it learns sooner (docs/operations.md).
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention, smooth_l1_loss
 
 from specdec.distill.learners import LOGITS_ROWS_MAX, losses_of, rule_acceptances
 from specdec.distill.losses import Labels
@@ -26,6 +30,7 @@ from specdec.engine.transformers_model import logit_scaling
 from specdec.errors import ConfigError
 
 STEP_WEIGHT = 0.8  # of a step's loss, relative to the step before, as in the paper's code
+FEATURE_WEIGHT = 1.0  # of the loss of features, the mean of their numbers in size 1, beside that of distributions
 NORM_EPSILON = 1e-5
 OTHER_FEATURES = 0.1  # share of what a new head does not begin with
 ACTIVATION = "silu"  # the only one that vLLM's heads have
@@ -103,15 +108,18 @@ def draft_ids_of(target_ids: Tensor, size: int) -> Tensor:
 
 
 class EagleLearner:
-    """A `Learner`: a head. `embeddings`: the target's, [vocabulary, hidden]; `steps`: of the training-time test.
-    Batches have features."""
+    """A `Learner`: a head. `embeddings`: the target's, [vocabulary, hidden]; `steps`: of the training-time test;
+    `feature_size`: of the last layer's features, if x is to learn them in size 1. Batches have features."""
 
-    def __init__(self, head: EagleHead, embeddings: Tensor, steps: int, plan: Plan) -> None:
+    def __init__(
+        self, head: EagleHead, embeddings: Tensor, steps: int, plan: Plan, feature_size: float | None = None
+    ) -> None:
         self.head = head.to(plan.device)
         self._embeddings = embeddings.to(plan.device)
         self._draft_ids = draft_ids_of(head.target_ids.cpu(), head.config.vocabulary_size)
         self._steps = steps
         self._plan = plan
+        self._feature_size = feature_size
 
     @property
     def student(self) -> nn.Module:
@@ -130,8 +138,10 @@ class EagleLearner:
             share = weight / sum(weights) / max(1, len(text))
             parts = (labels.own_ids, labels.log_probs, text, position)
             for ids, log_probs, texts, positions in zip(*(part.split(LOGITS_ROWS_MAX) for part in parts)):
-                logits = self._logits(held[texts, positions])
-                loss = losses_of(self._plan, Labels(ids, log_probs), logits).sum() * share
+                rows = held[texts, positions]
+                losses = losses_of(self._plan, Labels(ids, log_probs), self._logits(rows))
+                losses = losses + self._feature_losses(batch, rows, texts, positions + 1 + step)
+                loss = losses.sum() * share
                 loss.backward()
                 total += loss.item()
             gradients.append(torch.zeros_like(x) if held.grad is None else held.grad)
@@ -176,6 +186,14 @@ class EagleLearner:
         ids = torch.where(ids >= 0, self._draft_ids[ids.clamp_min(0)], -1)
         labels = Labels(ids.to(device), batch.labels.log_probs[has_row].to(device))
         return labels, text[has_row].to(device), (position[has_row] - 1 - step).to(device)
+
+    def _feature_losses(self, batch: Batch, x: Tensor, text: Tensor, position: Tensor) -> Tensor:
+        """Returns the weighted smooth L1 between rows of x and the features of these tokens.  # [n] float32"""
+        if self._feature_size is None:
+            return x.new_zeros(len(x))
+        assert batch.features is not None
+        wanted = batch.features[text.cpu(), position.cpu(), -x.shape[1] :].to(x.device).float() / self._feature_size
+        return FEATURE_WEIGHT * smooth_l1_loss(x, wanted, reduction="none").mean(1)
 
     def _temperatures(self, batch: Batch, step: int) -> Tensor:
         _, position = batch.learned.nonzero(as_tuple=True)

@@ -53,7 +53,8 @@ def learner_of(folder: Path, target_ids: Tensor, plan: Plan) -> EagleLearner:
     """A new head on a target, that proposes these tokens."""
     model = model_of(folder)
     sizes = head_sizes(model.config, target_facts(open_model_folder(str(folder))), LAYERS, len(target_ids))
-    return EagleLearner(new_head(model, sizes, target_ids, SIZES, 0), model.get_input_embeddings().weight, STEPS, plan)
+    head, table = new_head(model, sizes, target_ids, SIZES, 0), model.get_input_embeddings().weight
+    return EagleLearner(head, table, STEPS, plan, SIZES[-1])
 
 
 def plan_of(tokens: int, rate: float = 1e-2) -> Plan:
@@ -120,7 +121,8 @@ def test_each_step_sees_what_drafting_sees(target: Path, tmp_path: Path) -> None
 def test_gradients_are_those_of_the_weighted_losses(target: Path, tmp_path: Path) -> None:
     """Claim: the gradients that are added part by part are those of the mean losses of the steps, weighted 1, 0.8,
     0.64 ..., of the labels at their distance: row s of step j learns the label of token s + 1 + j, of positions that
-    are learned. Tokens that the head does not have are no token of it.
+    are learned. Tokens that the head does not have are no token of it. Beside them x learns the feature of the last
+    layer of that token, divided by its size.
 
     Conclusive: one loss written out over texts and rows, differentiated in one go.
     """
@@ -134,17 +136,20 @@ def test_gradients_are_those_of_the_weighted_losses(target: Path, tmp_path: Path
     learner.head.zero_grad()
     loss, weights = torch.zeros(()), [0.8**step for step in range(STEPS)]
     for step, x in enumerate(learner.states(batch)):
-        rows, labels = [], []
+        rows, labels, wanted_x = [], [], []
         for text in range(3):
             for token in range(2, 20):  # learned from the third token on
                 if token - 1 - step >= 0:
                     rows.append(x[text, token - 1 - step])
                     labels.append(20 * text + token)
+                    wanted_x.append(features.rows(20 * text, 20 * text + 20)[token, 128:].float() / SIZES[-1])
         at = torch.tensor(labels)
         own = texts.likeliest_ids[at].long()
         own = torch.where(own < 2, -1, own - 2)
         every = losses_of(plan_of(1), Labels(own, texts.log_probs[at].float()), learner.head.logits(torch.stack(rows)))
-        loss = loss + weights[step] / sum(weights) * every.mean()
+        distance = (torch.stack(rows) - torch.stack(wanted_x)).abs()
+        of_features = torch.where(distance < 1, distance.square() / 2, distance - 0.5)
+        loss = loss + weights[step] / sum(weights) * (every.mean() + of_features.mean())
     loss.backward()
     assert total == pytest.approx(loss.item(), rel=1e-4)
     wanted = {name: weight.grad for name, weight in learner.head.named_parameters()}
