@@ -1,5 +1,5 @@
 """`python -m bench.pair`: a target with its draft, over plain decoding of the same services: the chat model with its
-shipped draft, or the two folders of `--target` and `--draft`, or of `--heads`, an EAGLE-3 head on the target.
+shipped draft, or with a head of `--heads`, or the two folders of `--target` and `--draft` or `--heads`.
 
 Held-out prompts; plain decoding (off) and the service's own choice (auto, all proposers) in turns on every one. The
 target has one core; draft and coordinator share the other. The chat pair answers as many questions of every class,
@@ -80,7 +80,7 @@ def pair_of(asked: argparse.Namespace) -> Pair:
     """Returns the pair of the flags. Raises ConfigError."""
     variants: tuple[Variant, ...]
     given = asked.target, asked.heads or asked.draft, asked.prompts
-    if any(given) and not all(given):
+    if (asked.target or asked.draft or asked.prompts) and not all(given):
         what = "--target, --draft or --heads, and --prompts"
         raise ConfigError(f"{what} go together: without all of them it is the chat pair")
     if all(given):
@@ -91,9 +91,10 @@ def pair_of(asked: argparse.Namespace) -> Pair:
     else:
         asked.target = open_model_folder(CHAT_MODEL).path
         prompts, template = questions(asked.per_class), ChatTemplate.read(asked.target)
-        variants = (AUTO,)
+        variants = (WITH_HEAD if asked.heads else AUTO,)
     encode = (lambda prompt: prompt.prompt) if template is None else (lambda prompt: template_ids(template, prompt))
-    draft, cells = given[1] or CHAT_DRAFT, GIVEN if all(given) else tuple(RATE_BARS)
+    draft = given[1] or CHAT_DRAFT
+    cells = GIVEN if all(given) else tuple(cell for cell in RATE_BARS if cell[1] == 0 or not asked.heads)
     has_encoder = open_model_folder(str(asked.target)).has_encoder
     chosen = prompts[: asked.prompt_count or None]
     return Pair(asked.target, draft, chosen, encode, variants, cells, has_encoder, asked.heads is not None)
@@ -200,6 +201,7 @@ def main() -> int:
     bars = [
         Bar(f"chat pair, auto / off, {cell[0]}, RTT {cell[1]:g} ms", bound, ratio_over_off(found[cell], AUTO).median)
         for cell, bound in ({} if is_given else RATE_BARS).items()
+        if cell in found
     ]
     asked.out.mkdir(parents=True, exist_ok=True)
     written = {"hardware": hardware, "bars": as_json(bars), "steps": [asdict(own) for own in steps]}
