@@ -39,8 +39,8 @@ def is_interpreted() -> bool:
 
 
 def jit(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """Returns `triton.jit` for a kernel whose arguments `names` are numbers of rows or items: no value of them, not even
-    1 or a multiple of 16, has a binary of its own."""
+    """Returns `triton.jit` for a kernel whose arguments `names` are numbers of rows or items: no value of them, not
+    even 1 or a multiple of 16, has a binary of its own."""
     return triton.jit(do_not_specialize=list(names)) if is_there() else lambda kernel: kernel
 
 
@@ -49,8 +49,8 @@ def launch(
 ) -> None:
     """Launches a kernel on the current device's current stream.
 
-    A missing tensor (None) is read and written nowhere. Raises ValueError for a tensor that does not begin at a multiple
-    of 16 bytes or is not contiguous.
+    A missing tensor (None) is read and written nowhere. Raises ValueError for a tensor that does not begin at a
+    multiple of 16 bytes or is not contiguous.
     """
     for place, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor) and (argument.data_ptr() % ALIGNMENT or not argument.is_contiguous()):
