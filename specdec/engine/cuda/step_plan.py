@@ -1,0 +1,142 @@
+"""The tensors of one step of our own kernels: rows and work items (`items`) in one buffer, sent in one copy.
+
+A captured step has a number of rows and of logits; everything else is data. Its padding rows are in no item and write
+to the scratch block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from specdec.engine.cuda import items
+from specdec.engine.cuda.items import GROUP_ROWS, ItemLayout
+from specdec.engine.cuda.plan import StepShape
+from specdec.engine.interface import RaggedBatch
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, GROUP_ROWS)  # of captured steps
+FEW_LOGITS = 4  # captured beside steps whose rows all have logits, from WIDE_ROWS on: parts of prompts
+WIDE_ROWS = 32
+PATH_WORDS = 32 * GROUP_ROWS  # room for cells of paths in a captured step
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTensors:
+    """Views of one buffer on the device: `input_ids`, `positions`, `slots` [rows] and `logit_rows` [logits] int64;
+    `words` int32, of the layout (`items.fill`)."""
+
+    shape: StepShape
+    layout: ItemLayout
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    logit_rows: torch.Tensor
+    words: torch.Tensor
+
+
+def shape_of(batch: RaggedBatch) -> StepShape:
+    """Returns the shape of a batch without padding; rows alone count, whatever sequences they belong to."""
+    rows = batch.row_count
+    return StepShape(rows, rows, batch.logit_count, rows, 1 + max(chunk.position_max for chunk in batch.chunks))
+
+
+def captured_shapes(key_max: int) -> list[StepShape]:
+    """Returns the shapes to capture, in order. They hold any step of as many rows: keys have no cost of their own."""
+    counts = [(rows, rows) for rows in ROW_COUNTS]
+    counts += [(rows, FEW_LOGITS) for rows in ROW_COUNTS if rows >= WIDE_ROWS]
+    return [StepShape(rows, rows, logits, rows, key_max) for rows, logits in sorted(counts)]
+
+
+class ItemBuffer:
+    """The buffer of one step, in pinned memory and on the device: `reserve` sizes it, `fill` writes, `send` copies.
+
+    `layout`: of any number of rows.
+    """
+
+    def __init__(self, layout: ItemLayout, device: torch.device):
+        self._layout = layout
+        self._device = device
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._views: dict[StepShape, tuple[ItemTensors, ItemTensors]] = {}
+        self._used = 0
+        self._host, self._on_device = self._make(0)
+
+    def layout_of(self, shape: StepShape) -> ItemLayout:
+        """Returns where things stand among the words of a shape."""
+        its = self._layout
+        return ItemLayout(shape.row_count, its.block_size, its.tile_rows, its.windows, its.scratch_slot)
+
+    def reserve(self, shape: StepShape, path_words: int = PATH_WORDS) -> None:
+        """Enlarges the buffer for a shape. Earlier views belong to the old buffer."""
+        words = self.layout_of(shape).word_count(shape.sequence_count, shape.key_max, path_words)
+        needed = self._words_at(shape) + -(-words // 2)
+        if needed > len(self._host):
+            self._host, self._on_device = self._make(needed)
+            self._views.clear()
+
+    def fill(self, batch: RaggedBatch, shape: StepShape) -> None:
+        """Writes a batch, padded to `shape`, to the host's side. Raises ValueError for rows beyond their blocks."""
+        if self._sent is not None:
+            self._sent.synchronize()  # the last copy may still be reading
+        tensors = self._views_of(shape)[0]
+        words, layout = tensors.words.numpy(), tensors.layout
+        self._used = self._words_at(shape) + -(-items.fill(words, batch, layout) // 2)
+        rows, live = layout.row_count, batch.row_count
+        ids = tensors.input_ids.numpy()
+        ids[:live] = [token for chunk in batch.chunks for token in chunk.token_ids]
+        ids[live:] = 0
+        tensors.positions.numpy()[:] = words[layout.positions_at : layout.positions_at + rows]
+        tensors.slots.numpy()[:] = words[layout.slots_at : layout.slots_at + rows]
+        found: list[int] = []
+        end = 0
+        for chunk in batch.chunks:
+            end += len(chunk.token_ids)
+            found += range(end - chunk.logit_count, end)
+        logit_rows = tensors.logit_rows.numpy()
+        logit_rows[: len(found)] = found
+        logit_rows[len(found) :] = 0
+
+    def send(self, shape: StepShape) -> ItemTensors:
+        """Copies the filled part to the device without waiting."""
+        self._on_device[: self._used].copy_(self._host[: self._used], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+        return self.views(shape)
+
+    def views(self, shape: StepShape) -> ItemTensors:
+        """Returns the device's views of a reserved shape, the same as `send` of that shape."""
+        return self._views_of(shape)[1]
+
+    def _make(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        host = torch.zeros(count, dtype=torch.int64, pin_memory=self._device.type == "cuda" and count > 0)
+        return host, torch.zeros(count, dtype=torch.int64, device=self._device)
+
+    @staticmethod
+    def _counts(shape: StepShape) -> tuple[int, ...]:
+        """The words of the int64 fields: each begins at a multiple of 16 bytes."""
+        rows, logits = shape.row_count + shape.row_count % 2, shape.logit_count + shape.logit_count % 2
+        return rows, rows, rows, logits
+
+    def _words_at(self, shape: StepShape) -> int:
+        return sum(self._counts(shape))
+
+    def _views_of(self, shape: StepShape) -> tuple[ItemTensors, ItemTensors]:
+        """Returns the views of a shape in the host's memory and on the device."""
+        views = self._views.get(shape)
+        if views is None:
+            if len(self._views) >= VIEWS_MAX:
+                self._views.clear()
+            views = self._views[shape] = self._make_views(self._host, shape), self._make_views(self._on_device, shape)
+        return views
+
+    def _make_views(self, buffer: torch.Tensor, shape: StepShape) -> ItemTensors:
+        at = self._words_at(shape)
+        wide = buffer[:at].split(self._counts(shape))
+        rows = [each[: shape.row_count] for each in wide[:3]]
+        words = buffer[at:].view(torch.int32)
+        return ItemTensors(shape, self.layout_of(shape), *rows, wide[3][: shape.logit_count], words)
+
+
+VIEWS_MAX = 256  # shapes whose views are kept: beyond, all are made again
