@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from specdec.engine.readback import Readback
+
 Result = TypeVar("Result")
 
 
@@ -30,10 +32,12 @@ def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dty
 
 
 class HostCopy:
-    """The copy of one computation's results to the host, and its assumptions. `assumes`: assume instead of reading."""
+    """The copy of one computation's results to the host, and its assumptions. `assumes`: assume instead of reading.
+    `readback`: of the step before; its numbers come in the same copy."""
 
-    def __init__(self, device: torch.device, assumes: bool) -> None:
+    def __init__(self, device: torch.device, assumes: bool, readback: Readback | None = None) -> None:
         self.assumes = assumes
+        self._readback = readback
         self._is_device = is_device(device)
         self._tensors: list[Tensor] = []
         self._assumptions: list[Tensor] = []
@@ -60,9 +64,12 @@ class HostCopy:
     def _read(self) -> list[Any]:
         """Copies once. Float64 holds every token id and every probability exactly."""
         if self._fetched is None:
+            tensors = [*self._tensors, *([self._readback.numbers] if self._readback else ())]
+            flat = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in tensors]).tolist()
             counts = [tensor.numel() for tensor in self._tensors]
-            flat = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self._tensors]).tolist()
             ends = list(itertools.accumulate(counts))
+            if self._readback:
+                self._readback.take(flat[sum(counts) :])
             parts = [flat[end - count : end] for count, end in zip(counts, ends)]
             self._fetched = [shaped(part, tensor) for part, tensor in zip(parts, self._tensors)]
         return self._fetched
@@ -76,12 +83,14 @@ def shaped(numbers: list[float], like: Tensor) -> Any:
     return whole
 
 
-def with_one_host_copy(device: torch.device, compute: Callable[[HostCopy], Callable[[], Result]]) -> Result:
+def with_one_host_copy(
+    device: torch.device, compute: Callable[[HostCopy], Callable[[], Result]], readback: Readback | None = None
+) -> Result:
     """Returns the result of a computation that registers its fetches and returns a function for its result.
 
-    It runs once, or twice after a failed assumption; it must not change its inputs.
+    It runs once, or twice after a failed assumption; it must not change its inputs. `readback`: see `HostCopy`.
     """
-    host_copy = HostCopy(device, assumes=is_device(device))
+    host_copy = HostCopy(device, is_device(device), readback)
     finish = compute(host_copy)
     if host_copy.was_wrong():
         finish = compute(HostCopy(device, assumes=False))

@@ -27,8 +27,9 @@ from specdec.decoding.distribution import (
     taken,
 )
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
-from specdec.decoding.logits_processors import PathContext
+from specdec.decoding.logits_processors import PathContext, may_edit
 from specdec.decoding.masks import check_masks, masked
+from specdec.engine.readback import Readback
 from specdec.protocol.heads import NO_HEAD_PLAN, HeadPlan
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.tree_shape import branches, children, path_tokens
@@ -83,12 +84,17 @@ class VerificationRequest:
 
 
 def verify(
-    requests: Sequence[VerificationRequest], row_counts: Sequence[int], logits: Tensor, masks: Tensor | None = None
+    requests: Sequence[VerificationRequest],
+    row_counts: Sequence[int],
+    logits: Tensor,
+    readback: Readback | None = None,
+    masks: Tensor | None = None,
 ) -> list[SamplerOutput]:
     """Returns the sampler output of each request, in order.
 
     logits: [sum(row_counts), vocabulary] float32, the rows of the requests in order; masks: the legal tokens of each
-    row along its own path (decoding/masks.py), None where all tokens of all rows are legal.
+    row along its own path (decoding/masks.py), None where all tokens of all rows are legal; readback: of the step on a
+    device that computed these rows: where only logits decide, its best ids are the tokens and nothing is computed.
 
     A result depends on its own rows, params and path only, bit for bit, not on the other requests.
     """
@@ -98,11 +104,15 @@ def verify(
     check_masks(masks, logits)
     starts = [0, *itertools.accumulate(expected)]
     by_rule: dict[Rule, list[int]] = {}
+    found: list[int] = []  # whose tokens the step found
     for index, request in enumerate(requests):
-        by_rule.setdefault(request.params.rule, []).append(index)
+        has_found = readback is not None and masks is None and is_plain(request.params)
+        (found if has_found else by_rule.setdefault(request.params.rule, [])).append(index)
 
     def compute(host_copy: HostCopy) -> Callable[[], list[SamplerOutput]]:
         finishes: list[tuple[list[int], Callable[[], list[SamplerOutput]]]] = []
+        if readback is not None and found:
+            finishes.append((found, lambda: best_outputs(readback, [(starts[i], starts[i + 1]) for i in found])))
         for rule, indices in by_rule.items():
             for chunk in chunks(indices, expected, logits):
                 chosen = [requests[index] for index in chunk]
@@ -111,7 +121,18 @@ def verify(
                 finishes.append((chunk, output_of_rule(rule, chosen, taken(logits, rows), own_masks, host_copy)))
         return lambda: in_order(finishes)
 
-    return with_one_host_copy(logits.device, compute)
+    return with_one_host_copy(logits.device, compute, readback)
+
+
+def is_plain(params: ResolvedSamplingParams) -> bool:
+    """Whether a row's token is the likeliest of its logits, and nothing else is asked."""
+    return params.rule is Rule.GREEDY and params.logprobs is None and not may_edit(params)
+
+
+def best_outputs(readback: Readback, places: Sequence[tuple[int, int]]) -> list[SamplerOutput]:
+    """Returns the sampler outputs of requests whose rows are at these places of a step."""
+    best_ids = readback.best_ids()
+    return [SamplerOutput(tuple(best_ids[start:end])) for start, end in places]
 
 
 def in_order(finishes: Sequence[tuple[list[int], Callable[[], list[Item]]]]) -> list[Item]:

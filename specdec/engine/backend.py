@@ -23,12 +23,14 @@ StepAttention = AttentionMetadata | EncoderDecoderMetadata  # of a decoder alone
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first, or [rows], each
-    for its logits too; `hidden` [logits, hidden] and `features` [rows, layers * hidden], if the model returns them."""
+    for its logits too; `hidden` [logits, hidden] and `features` [rows, layers * hidden], if the model returns them;
+    `best_ids` [logits] int64, the lowest id with each row's largest logit, if the step's own kernels find it."""
 
     logits: torch.Tensor
     is_finite: torch.Tensor
     hidden: torch.Tensor | None = None
     features: torch.Tensor | None = None
+    best_ids: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
