@@ -104,6 +104,11 @@ class Backend(Protocol):
         """Bytes of the weights of all matrix products, which every step reads."""
 
     @property
+    def numerics(self) -> str:
+        """What decides the bits of results beside the libraries, and whether a row has the same in every step; empty
+        where the device says all. Known after `attach`."""
+
+    @property
     def cache_bytes_per_position(self) -> int:
         """See `CausalModel`."""
 

@@ -1,7 +1,8 @@
 """The GPU backend: storage, plans, attention, and steps replayed from captured graphs.
 
 Only reading a `Readback` waits for the device: the sampler does it, once. On a GPU a row's bits may depend on its
-neighbours: kernels are chosen by the shape of a step.
+neighbours where the modules run a step: their kernels are chosen by its shape. Where a step of our own kernels serves
+(`step`), its rows have the same bits in every step, if that was found at loading: `numerics` says so.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from specdec.engine.attention import AttentionShape
 from specdec.engine.backend import Compute, Product, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
 from specdec.engine.cuda.attention import DENSE, TREES, AttentionBackend, BlockTables, DeviceMetadata
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
+from specdec.engine.cuda.kernels import launch
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
 from specdec.engine.cuda.near_ties import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
 from specdec.engine.cuda.select import select_backend
+from specdec.engine.cuda.step import DeviceStep, PlannedStep
+from specdec.engine.cuda.step_check import device_step
+from specdec.engine.cuda.step_plan import ItemBuffer, ItemTensors, captured_shapes, shape_of
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.linears import replace_linears
@@ -93,6 +98,7 @@ class DeviceBackend:
         self.with_graphs = with_graphs
         self._graph_sequences_max = graph_sequences_max
         self._storage: DeviceStorage | None = None
+        self._call: DeviceStep | None = None
 
     def replace_modules(self, base: nn.Module) -> None:
         with self._current():
@@ -111,6 +117,15 @@ class DeviceBackend:
         weight = output.get_buffer("weight")
         self.product_bytes = sum(each.byte_count for each in products) + weight.numel() * weight.element_size()
         self._shape = shape
+        with self._current():
+            self._call = device_step(base, output, shape, self._dtype, self.device, self._positions_max)
+
+    @property
+    def numerics(self) -> str:
+        if self._call is None:
+            return ""
+        bits = "each row's bits its own" if self._call.has_equal_rows else "bits by the step's rows"
+        return f"triton {launch.version()}, {bits}"
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -123,26 +138,38 @@ class DeviceBackend:
         self._storage = DeviceStorage(
             shape.layer_count, block_count, block_size, shape.kv_head_count, shape.head_size, self._dtype, self.device
         )
-        with self._current():
-            self.way = TREES if self._has_trees else select_backend(shape, block_size, self._dtype, self.device)
         # No sequence of this cache is longer than this.
         key_max = min(self._positions_max, (block_count - 1) * block_size)
         self._key_max = key_max
-        self._shapes = self._shapes_for(key_max) if self.with_graphs else []
         self._graphs: dict[StepShape, Captured] | None = None
         self.margins: MarginCounter | None = None
         self._results: DeviceResult | None = None
-        # Captured steps read one buffer at fixed addresses; the other grows.
-        self._fixed, self._exact = (StepBuffer(block_size, self._storage.scratch_slot, self.device) for _ in range(2))
+        with self._current():
+            self._prepare(self._storage)
+        return self._storage
+
+    def _prepare(self, storage: DeviceStorage) -> None:
+        """Makes what plans a step: captured steps read one buffer at fixed addresses; the other grows."""
+        self._fixed: StepBuffer | ItemBuffer
+        self._exact: StepBuffer | ItemBuffer
+        if self._call:
+            self._call.reserve(self._key_max)
+            layout = self._call.layout(storage)
+            self._fixed, self._exact = (ItemBuffer(layout, self.device) for _ in range(2))
+        else:
+            sizes = storage.block_size, self._dtype, self.device
+            self.way = TREES if self._has_trees else select_backend(self._shape, *sizes)
+            buffers = (StepBuffer(storage.block_size, storage.scratch_slot, self.device) for _ in range(2))
+            self._fixed, self._exact = buffers
+        self._shapes = self._shapes_for(self._key_max) if self.with_graphs else []
         for step_shape in self._shapes:
             self._fixed.reserve(step_shape)
-        return self._storage
 
     def plan(self, batch: RaggedBatch) -> StepShape:
         """Fills the tensors of the step; returns the smallest captured shape that holds it, or its own."""
         if self._storage is None:
             raise RuntimeError("forward was called before allocate")
-        needed = exact_shape(batch, self._has_trees)
+        needed = shape_of(batch) if self._call else exact_shape(batch, self._has_trees)
         shape = next((shape for shape in self._shapes if shape.holds(needed)), None)
         if shape is not None:
             self._fixed.fill(batch, shape)
@@ -222,6 +249,9 @@ class DeviceBackend:
 
     def _shapes_for(self, key_max: int) -> list[StepShape]:
         """Returns the shapes to capture; with block tables, capacity for the longest text has no cost."""
+        if self._call:
+            cells_max = 2 * key_max if self._has_trees else key_max  # a draft's sequences have more cells
+            return captured_shapes(cells_max, self._graph_sequences_max)
         if isinstance(self.way, BlockTables):
             return graph_shapes([key_max], None, self._graph_sequences_max)
         if self._has_trees:  # its sequences have more cells than positions
@@ -238,7 +268,7 @@ class DeviceBackend:
             if self._results is None:
                 self._results = self._make_results(result)
             for place, own in zip(self._part_of(self._results, shape), result):
-                if place is not None and own is not None:
+                if place is not None and own is not None and place.data_ptr() != own.data_ptr():
                     place.copy_(own)
 
         def prepare(shape: StepShape) -> Callable[[], None]:
@@ -252,16 +282,22 @@ class DeviceBackend:
             logger.info("captured %d steps in %.1f s", len(self._shapes), time.perf_counter() - started_s)
 
     def _make_results(self, like: DeviceResult) -> DeviceResult:
-        """Returns a buffer for the results of the captured shapes, shared by all."""
+        """Returns a buffer for the results of the captured shapes, shared by all: the step's own, if it has one."""
         counts = ((shape.logit_count, shape.row_count, self._number_count(shape)) for shape in self._shapes)
         logit_count, row_count, number_count = map(max, zip(*counts))
         hidden = None if like.hidden is None else like.hidden.new_empty(logit_count, like.hidden.shape[1])
         features = None if like.features is None else like.features.new_empty(row_count, like.features.shape[1])
         logits = like.logits.new_empty(logit_count, like.logits.shape[1])
+        if self._call and like.logits.data_ptr() == self._call.results.logits.data_ptr():
+            logits = self._call.results.logits
         return DeviceResult(logits, like.numbers.new_empty(number_count), hidden, features)
 
-    def _input(self, step: StepTensors) -> StepInput:
+    def _input(self, step: StepTensors | ItemTensors) -> StepInput:
         assert self._storage is not None
+        if isinstance(step, ItemTensors):
+            assert self._call is not None
+            call = PlannedStep(self._call, self._storage, step)
+            return StepInput(step.input_ids[None], step.positions[None], step.logit_rows, None, call)
         plan = DeviceMetadata(self._storage, step, self.way)
         return StepInput(step.input_ids[None], step.positions[None], step.logit_rows, plan)
 

@@ -25,7 +25,7 @@ class StepShape:
 
     `query_max`: most rows of one sequence; 1 means that every sequence, padding ones too, has exactly one row.
     `key_max`: most positions of one sequence. `logit_count`: rows with logits. `has_trees`: each row has a set of
-    visible cells.
+    visible cells. `path_words`: cells of all paths together, of a step of our own kernels (`step_plan`).
     """
 
     row_count: int
@@ -34,6 +34,7 @@ class StepShape:
     query_max: int
     key_max: int
     has_trees: bool = False
+    path_words: int = 0
 
     def table_width(self, block_size: int) -> int:
         """Returns the number of blocks in one sequence's table."""
@@ -50,6 +51,7 @@ class StepShape:
             and self.logit_count >= other.logit_count
             and self.query_max >= other.query_max
             and self.key_max >= other.key_max
+            and self.path_words >= other.path_words
         )
 
 
@@ -112,6 +114,37 @@ class Views:
     tensors: StepTensors
 
 
+class PinnedWords:
+    """int64 words in pinned memory and on the device, copied without waiting."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self.host, self.on_device = self._make(0)
+
+    def grow(self, word_count: int) -> bool:
+        """Whether there were fewer words: then both sides are new."""
+        is_small = word_count > len(self.host)
+        if is_small:
+            self.host, self.on_device = self._make(word_count)
+        return is_small
+
+    def wait(self) -> None:
+        """Waits until the last copy has been read: the host's side may be written."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self, host: torch.Tensor, on_device: torch.Tensor) -> None:
+        """Copies one part."""
+        on_device.copy_(host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def _make(self, word_count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        host = torch.zeros(word_count, dtype=torch.int64, pin_memory=self._device.type == "cuda" and word_count > 0)
+        return host, torch.zeros(word_count, dtype=torch.int64, device=self._device)
+
+
 class StepBuffer:
     """The buffer of one step, in pinned memory and on the device: `reserve` sizes it, `fill` writes, `send` copies.
 
@@ -122,46 +155,35 @@ class StepBuffer:
     def __init__(self, block_size: int, scratch_slot: int, device: torch.device):
         self._block_size = block_size
         self._scratch_slot = scratch_slot
-        self._device = device
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._words = PinnedWords(device)
         self._views: dict[StepShape, Views] = {}
-        self._host, self._on_device = self._make(0)
 
     def reserve(self, shape: StepShape) -> None:
         """Enlarges the buffer for a shape. Earlier views belong to the old buffer."""
-        needed = self._word_count(shape)
-        if needed > len(self._host):
-            self._host, self._on_device = self._make(needed)
+        if self._words.grow(self._word_count(shape)):
             self._views.clear()
 
     def fill(self, batch: RaggedBatch, shape: StepShape) -> None:
         """Writes a batch, padded to `shape`, to the host's side. Raises for block tables that do not cover it."""
-        if self._sent is not None:
-            self._sent.synchronize()  # the last copy may still be reading
+        self._words.wait()
         fill(self._views_of(shape).arrays, batch, self._block_size, self._scratch_slot)
 
     def send(self, shape: StepShape) -> StepTensors:
         """Copies the filled part to the device without waiting."""
         views = self._views_of(shape)
-        views.device.copy_(views.host, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        self._words.send(views.host, views.device)
         return views.tensors
 
     def views(self, shape: StepShape) -> StepTensors:
         """Returns the device's views of a reserved shape, the same as `send` of that shape."""
         return self._views_of(shape).tensors
 
-    def _make(self, word_count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        host = torch.zeros(word_count, dtype=torch.int64, pin_memory=self._device.type == "cuda" and word_count > 0)
-        return host, torch.zeros(word_count, dtype=torch.int64, device=self._device)
-
     def _views_of(self, shape: StepShape) -> Views:
         views = self._views.get(shape)
         if views is None:
             if len(self._views) >= VIEWS_MAX:  # steps of their own shape may have any number of them
                 self._views.clear()
-            host, device = (each[: self._word_count(shape)] for each in (self._host, self._on_device))
+            host, device = (each[: self._word_count(shape)] for each in (self._words.host, self._words.on_device))
             arrays = StepFields(shape, *(field.numpy() for field in self._fields(host, shape)))
             views = self._views[shape] = Views(host, device, arrays, StepFields(shape, *self._fields(device, shape)))
         return views

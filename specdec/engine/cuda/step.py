@@ -58,7 +58,7 @@ class LogitBuffers:
     best: Tensor  # [logits, tiles] float32, the largest of each tile
     ids: Tensor  # [logits, tiles] int32, where it is
     finite_tiles: Tensor  # [logits, tiles] int32
-    best_ids: Tensor  # [logits] int32
+    best_ids: Tensor  # [logits] int64
     is_finite: Tensor  # [logits] int32
 
 
@@ -71,8 +71,14 @@ class DeviceStep:
         shape = parts.shape
         self.tile_rows = attend_config(shape.head_count, shape.kv_head_count, shape.head_size).tile_rows
         self._partials: Partials | None = None
+        self.has_equal_rows = False  # whether a row had the same bits in all tried steps
         self._fixed = self._make_rows(GROUP_ROWS), self._make_logits(GROUP_ROWS)
         self._rows, self._logits = self._fixed
+
+    @property
+    def results(self) -> LogitBuffers:
+        """Where the results of steps of at most GROUP_ROWS rows lie."""
+        return self._fixed[1]
 
     def layout(self, storage: DeviceStorage) -> ItemLayout:
         """Returns how a step's words lie for a storage, whatever the number of rows."""
@@ -93,27 +99,22 @@ class DeviceStep:
         """Runs a step: ids [rows] int64 below the table's length, logit_rows [logits] int64. Waits for nothing."""
         parts, rows, logit_count = self.parts, step.shape.row_count, step.shape.logit_count
         its, found = self._buffers(rows, logit_count)
-        features: list[Tensor] = []
+        features = its.hidden.new_empty(rows, len(asked.feature_layers), its.hidden.shape[1])
         embed(ids, parts.table, its.hidden, its.sums, rows, scale=parts.scale)
-        kept = dict.fromkeys(asked.feature_layers)
-        for index, layer in enumerate(parts.layers):
-            if index in kept:
-                kept[index] = its.hidden[:rows].clone()
-            self.run_layer(layer, storage.slots[index], step, its)
-        if len(parts.layers) in kept:
-            kept[len(parts.layers)] = its.hidden[:rows].clone()
-        features = [state for index in asked.feature_layers if (state := kept[index]) is not None]
-        norm = parts.norm
-        rms_norm(its.hidden, norm.gain, its.branch, rows, norm.epsilon, finite=its.is_finite)
-        if logit_count:
-            torch.index_select(its.branch, 0, logit_rows, out=found.hidden[:logit_count])
-            self._run_head(found, logit_count)
-        return StepResult(
-            found.logits[:logit_count],
-            torch.cat((its.is_finite[:rows], found.is_finite[:logit_count])),
-            found.hidden[:logit_count] if asked.hidden else None,
-            torch.cat(features, -1) if features else None,
-        )
+        for index in range(len(parts.layers) + 1):
+            for place, layer_id in enumerate(asked.feature_layers):
+                if layer_id == index:
+                    features[:, place] = its.hidden[:rows]
+            if index < len(parts.layers):
+                self.run_layer(parts.layers[index], storage.slots[index], step, its)
+        return self._finish(its, found, rows, logit_rows, asked, features.flatten(1))
+
+    def finish(self, states: Tensor) -> StepResult:
+        """Returns the result of rows with these states [rows, hidden] behind the last layer, with hidden states."""
+        count = len(states)
+        its, found = self.rows_from(states), self._buffers(count, count)[1]
+        rows = torch.arange(count, device=states.device)
+        return self._finish(its, found, count, rows, Asked(hidden=True), states)
 
     def run_layer(self, layer: LayerParts, cache: Cache, step: ItemTensors, its: RowBuffers) -> None:
         """Runs one layer on the residual, in place: writes keys and values, attends, adds; then the MLP."""
@@ -146,12 +147,25 @@ class DeviceStep:
         embed(torch.arange(len(states), device=states.device), states, its.hidden, its.sums, len(states))
         return its
 
-    def _run_head(self, found: LogitBuffers, count: int) -> None:
-        output = self.parts.output
-        tiles = found.best, found.ids, found.finite_tiles
-        bias, scale, softcap = output.bias, output.scale, output.softcap
-        head(found.hidden, self.parts.head, found.logits, *tiles, count, bias=bias, scale=scale, softcap=softcap)
-        pick(*tiles, found.best_ids, found.is_finite, count)
+    def _finish(
+        self, its: RowBuffers, found: LogitBuffers, rows: int, logit_rows: Tensor, asked: Asked, features: Tensor
+    ) -> StepResult:
+        """Runs the last norm and the output layer."""
+        count, norm, output = len(logit_rows), self.parts.norm, self.parts.output
+        rms_norm(its.hidden, norm.gain, its.branch, rows, norm.epsilon, finite=its.is_finite)
+        if count:
+            torch.index_select(its.branch, 0, logit_rows, out=found.hidden[:count])
+            tiles, bias = (found.best, found.ids, found.finite_tiles), output.bias
+            scale, softcap = output.scale, output.softcap
+            head(found.hidden, self.parts.head, found.logits, *tiles, count, bias=bias, scale=scale, softcap=softcap)
+            pick(*tiles, found.best_ids, found.is_finite, count)
+        return StepResult(
+            found.logits[:count],
+            torch.cat((its.is_finite[:rows], found.is_finite[:count])),
+            found.hidden[:count] if asked.hidden else None,
+            features if asked.feature_layers else None,
+            found.best_ids[:count],
+        )
 
     def _buffers(self, row_count: int, logit_count: int) -> tuple[RowBuffers, LogitBuffers]:
         """Returns memory for a step: the same for every step of at most GROUP_ROWS rows."""
@@ -188,7 +202,7 @@ class DeviceStep:
             best=new(count, tiles, dtype=torch.float32),
             ids=new(count, tiles, dtype=torch.int32),
             finite_tiles=new(count, tiles, dtype=torch.int32),
-            best_ids=new(count, dtype=torch.int32),
+            best_ids=new(count, dtype=torch.int64),
             is_finite=new(count, dtype=torch.int32),
         )
 

@@ -6,20 +6,19 @@ to the scratch block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy
 import torch
 
 from specdec.engine.cuda import items
 from specdec.engine.cuda.items import GROUP_ROWS, ItemLayout
-from specdec.engine.cuda.plan import StepShape
+from specdec.engine.cuda.plan import VIEWS_MAX, PinnedWords, StepShape, seen_end
 from specdec.engine.interface import RaggedBatch
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, GROUP_ROWS)  # of captured steps
 FEW_LOGITS = 4  # captured beside steps whose rows all have logits, from WIDE_ROWS on: parts of prompts
 WIDE_ROWS = 32
-PATH_WORDS = 32 * GROUP_ROWS  # room for cells of paths in a captured step
+PATH_WORDS = 64 * GROUP_ROWS  # room for cells of paths in a captured step
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,17 @@ class ItemTensors:
 
 def shape_of(batch: RaggedBatch) -> StepShape:
     """Returns the shape of a batch without padding; rows alone count, whatever sequences they belong to."""
-    rows = batch.row_count
-    return StepShape(rows, rows, batch.logit_count, rows, 1 + max(chunk.position_max for chunk in batch.chunks))
+    rows, key_max = batch.row_count, max(seen_end(chunk) for chunk in batch.chunks)
+    path_words = sum(len(path) for chunk in batch.chunks for path in chunk.paths)
+    return StepShape(rows, rows, batch.logit_count, rows, key_max, path_words=path_words)
 
 
-def captured_shapes(key_max: int) -> list[StepShape]:
-    """Returns the shapes to capture, in order. They hold any step of as many rows: keys have no cost of their own."""
-    counts = [(rows, rows) for rows in ROW_COUNTS]
-    counts += [(rows, FEW_LOGITS) for rows in ROW_COUNTS if rows >= WIDE_ROWS]
-    return [StepShape(rows, rows, logits, rows, key_max) for rows, logits in sorted(counts)]
+def captured_shapes(key_max: int, sequences_max: int) -> list[StepShape]:
+    """Returns the shapes to capture, in order: of two rows for each of `sequences_max` sequences. They hold any step of
+    as many rows: keys have no cost of their own."""
+    counts = [(rows, rows) for rows in ROW_COUNTS if rows <= 2 * sequences_max]
+    counts += [(rows, FEW_LOGITS) for rows, _ in counts if rows >= WIDE_ROWS]
+    return [StepShape(rows, rows, logits, rows, key_max, path_words=PATH_WORDS) for rows, logits in sorted(counts)]
 
 
 class ItemBuffer:
@@ -57,29 +58,19 @@ class ItemBuffer:
 
     def __init__(self, layout: ItemLayout, device: torch.device):
         self._layout = layout
-        self._device = device
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._words = PinnedWords(device)
         self._views: dict[StepShape, tuple[ItemTensors, ItemTensors]] = {}
         self._used = 0
-        self._host, self._on_device = self._make(0)
 
-    def layout_of(self, shape: StepShape) -> ItemLayout:
-        """Returns where things stand among the words of a shape."""
-        its = self._layout
-        return ItemLayout(shape.row_count, its.block_size, its.tile_rows, its.windows, its.scratch_slot)
-
-    def reserve(self, shape: StepShape, path_words: int = PATH_WORDS) -> None:
+    def reserve(self, shape: StepShape) -> None:
         """Enlarges the buffer for a shape. Earlier views belong to the old buffer."""
-        words = self.layout_of(shape).word_count(shape.sequence_count, shape.key_max, path_words)
-        needed = self._words_at(shape) + -(-words // 2)
-        if needed > len(self._host):
-            self._host, self._on_device = self._make(needed)
+        words = self._layout_of(shape).word_count(shape.sequence_count, shape.key_max, shape.path_words)
+        if self._words.grow(self._words_at(shape) + -(-words // 2)):
             self._views.clear()
 
     def fill(self, batch: RaggedBatch, shape: StepShape) -> None:
         """Writes a batch, padded to `shape`, to the host's side. Raises ValueError for rows beyond their blocks."""
-        if self._sent is not None:
-            self._sent.synchronize()  # the last copy may still be reading
+        self._words.wait()
         tensors = self._views_of(shape)[0]
         words, layout = tensors.words.numpy(), tensors.layout
         self._used = self._words_at(shape) + -(-items.fill(words, batch, layout) // 2)
@@ -100,18 +91,15 @@ class ItemBuffer:
 
     def send(self, shape: StepShape) -> ItemTensors:
         """Copies the filled part to the device without waiting."""
-        self._on_device[: self._used].copy_(self._host[: self._used], non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        self._words.send(self._words.host[: self._used], self._words.on_device[: self._used])
         return self.views(shape)
 
     def views(self, shape: StepShape) -> ItemTensors:
         """Returns the device's views of a reserved shape, the same as `send` of that shape."""
         return self._views_of(shape)[1]
 
-    def _make(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        host = torch.zeros(count, dtype=torch.int64, pin_memory=self._device.type == "cuda" and count > 0)
-        return host, torch.zeros(count, dtype=torch.int64, device=self._device)
+    def _layout_of(self, shape: StepShape) -> ItemLayout:
+        return replace(self._layout, row_count=shape.row_count)
 
     @staticmethod
     def _counts(shape: StepShape) -> tuple[int, ...]:
@@ -128,7 +116,8 @@ class ItemBuffer:
         if views is None:
             if len(self._views) >= VIEWS_MAX:
                 self._views.clear()
-            views = self._views[shape] = self._make_views(self._host, shape), self._make_views(self._on_device, shape)
+            sides = self._words.host, self._words.on_device
+            views = self._views[shape] = self._make_views(sides[0], shape), self._make_views(sides[1], shape)
         return views
 
     def _make_views(self, buffer: torch.Tensor, shape: StepShape) -> ItemTensors:
@@ -136,7 +125,4 @@ class ItemBuffer:
         wide = buffer[:at].split(self._counts(shape))
         rows = [each[: shape.row_count] for each in wide[:3]]
         words = buffer[at:].view(torch.int32)
-        return ItemTensors(shape, self.layout_of(shape), *rows, wide[3][: shape.logit_count], words)
-
-
-VIEWS_MAX = 256  # shapes whose views are kept: beyond, all are made again
+        return ItemTensors(shape, self._layout_of(shape), *rows, wide[3][: shape.logit_count], words)
