@@ -124,7 +124,7 @@ class DeviceBackend:
     def numerics(self) -> str:
         if self._call is None:
             return ""
-        bits = "each row's bits its own" if self._call.has_equal_rows else "bits by the step's rows"
+        bits = "equal bits in every step" if self._call.has_equal_rows else "bits of a row by its step"
         return f"triton {launch.version()}, {bits}"
 
     @property

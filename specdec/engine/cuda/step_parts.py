@@ -106,7 +106,8 @@ def model_parts(base: nn.Module, output: nn.Module, shape: AttentionShape, dtype
     expect(children_of(base) == {"embed_tokens", "layers", "norm", ROTARY_NAME}, "it", base)
     its: Any = base
     rotary, output = its.rotary_emb, whole_output(output)
-    expect(isinstance(rotary, RotaryTable) and rotary.is_for_stand_ins, "its angles", rotary)
+    if not (isinstance(rotary, RotaryTable) and rotary.is_for_stand_ins):
+        raise UnknownPart("its attention runs as transformers has it")
     layers = []
     for index, module in enumerate(its.layers):
         kind = None if None in rotary.tables else its.config.layer_types[index]
@@ -119,17 +120,22 @@ def model_parts(base: nn.Module, output: nn.Module, shape: AttentionShape, dtype
 def layer_parts(module: Any, angles: tuple[Tensor, Tensor], dtype: torch.dtype) -> LayerParts:
     """Returns the parts of a layer; `angles`: as in `RotaryTable`. Raises UnknownPart."""
     names = children_of(module)
-    norms = next((each for each in LAYER_NORMS if {*each, "self_attn", "mlp"} - {None} == names), None)
-    expect(norms is not None, "a layer", module)
-    expect(getattr(module, "residual_multiplier", 1.0) == 1.0, "the residual, which is scaled,", module)
+    places = next((each for each in LAYER_NORMS if {*each, "self_attn", "mlp"} - {None} == names), None)
+    if places is None:
+        raise UnknownPart(f"a layer has the parts {', '.join(sorted(names))}")
+    if getattr(module, "residual_multiplier", 1.0) != 1.0:
+        raise UnknownPart("what a layer adds is scaled")
     attention, mlp = module.self_attn, module.mlp
     expect(isinstance(attention, RotaryAttention), "its attention", attention)
     expect(isinstance(mlp, JoinedMLP), "its MLP", mlp)
     head_norms = None
     if attention.has_head_norms:
         head_norms = norm_of(attention.q_norm), norm_of(attention.k_norm)
-        expect(head_norms[0].epsilon == head_norms[1].epsilon, "its norms of heads, of two epsilons,", attention)
-    before, after, before_mlp, after_mlp = (name and norm_of(module.get_submodule(name)) for name in norms or ())
+        if head_norms[0].epsilon != head_norms[1].epsilon:
+            raise UnknownPart("its norms of heads have two epsilons")
+    norms = [None if name is None else norm_of(module.get_submodule(name)) for name in places]
+    before, after, before_mlp, after_mlp = norms
+    assert before is not None and before_mlp is not None
     half = attention.head_size // 2
     cosines, sines = angles  # the sines of the first half are negated
     products = (attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)
@@ -137,10 +143,10 @@ def layer_parts(module: Any, angles: tuple[Tensor, Tensor], dtype: torch.dtype) 
         attention.rule,
         cosines[:, 0, :half].contiguous(),
         sines[:, 0, half:].contiguous(),
-        cast(DeviceRMSNorm, before),
-        after or None,
-        cast(DeviceRMSNorm, before_mlp),
-        after_mlp or None,
+        before,
+        after,
+        before_mlp,
+        after_mlp,
         head_norms,
         *(product_of(each, dtype) for each in products),
         activation_of(mlp.act_fn),
@@ -151,8 +157,9 @@ def embedding_of(base: Any, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Returns the table of embeddings and what its rows are multiplied by. Raises UnknownPart."""
     embedding = base.embed_tokens
     expect(isinstance(embedding, nn.Embedding) and embedding.weight.dtype == dtype, "its embedding", embedding)
+    if getattr(base, "embedding_multiplier", 1.0) != 1.0:
+        raise UnknownPart("its embeddings are scaled behind their module")
     scale = getattr(embedding, "embed_scale", None)
-    expect(getattr(base, "embedding_multiplier", 1.0) == 1.0, "its embedding, which is scaled later,", embedding)
     return embedding.weight.detach(), 1.0 if scale is None else float(scale.to(dtype))
 
 
