@@ -138,18 +138,23 @@ def layer_parts(module: Any, angles: tuple[Tensor, Tensor], dtype: torch.dtype) 
     assert before is not None and before_mlp is not None
     half = attention.head_size // 2
     cosines, sines = angles  # the sines of the first half are negated
-    products = (attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)
+    qkv, out, gate_up, down = (
+        product_of(each, dtype) for each in (attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)
+    )
     return LayerParts(
-        attention.rule,
-        cosines[:, 0, :half].contiguous(),
-        sines[:, 0, half:].contiguous(),
-        before,
-        after,
-        before_mlp,
-        after_mlp,
-        head_norms,
-        *(product_of(each, dtype) for each in products),
-        activation_of(mlp.act_fn),
+        rule=attention.rule,
+        cosines=cosines[:, 0, :half].contiguous(),
+        sines=sines[:, 0, half:].contiguous(),
+        before_attention=before,
+        after_attention=after,
+        before_mlp=before_mlp,
+        after_mlp=after_mlp,
+        head_norms=head_norms,
+        qkv=qkv,
+        out=out,
+        gate_up=gate_up,
+        down=down,
+        activation=activation_of(mlp.act_fn),
     )
 
 
