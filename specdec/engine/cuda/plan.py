@@ -126,7 +126,7 @@ class PinnedWords:
         """Whether there were fewer words: then both sides are new."""
         is_small = word_count > len(self.host)
         if is_small:
-            self.host, self.on_device = self._make(word_count)
+            self.host, self.on_device = self._make(1 << word_count.bit_length())  # growing texts ask for a few more
         return is_small
 
     def wait(self) -> None:
