@@ -80,7 +80,7 @@ def split_of(position):
     return tl.where(position < 2048, position // 128, later)
 
 
-@jit("list_at", "order_at", "positions_at", "first_row", "window")
+@jit("list_at", "order_at", "positions_at", "first_place", "window")
 def attend_kernel(
     queries_ptr,
     keys_ptr,
@@ -92,7 +92,7 @@ def attend_kernel(
     list_at,
     order_at,
     positions_at,
-    first_row,
+    first_place,
     window,
     SCALE: constexpr,
     SOFTCAP: constexpr,
@@ -133,7 +133,8 @@ def attend_kernel(
         start = tl.maximum(split_start(split), (lowest - window + 1) // KEYS * KEYS)
         end = tl.minimum(split_start(split + 1), tl.load(tile + 5))
         live = (lane // HEADS < count) & (in_group < GROUP)
-        row = tl.load(words_ptr + order_at + first + lane // HEADS, mask=live, other=0)
+        place = first + lane // HEADS
+        row = tl.load(words_ptr + order_at + place, mask=live, other=0)
         position = tl.load(words_ptr + positions_at + row, mask=live, other=-1)
         at = (row.to(tl.int64) * HEAD_COUNT + head) * SIZE
         q = tl.load(queries_ptr + at[:, None] + dims[None, :], mask=live[:, None] & real[None, :], other=0.0)
@@ -170,21 +171,22 @@ def attend_kernel(
                 v = v.to(tl.float32)
             total = tl.dot(rounded, v, total * scale[:, None])
             most = new
-        result = ((row - first_row).to(tl.int64) * HEAD_COUNT + head) * SPLIT_COUNT + split
+        result = ((place - first_place).to(tl.int64) * HEAD_COUNT + head) * SPLIT_COUNT + split
         tl.store(totals_ptr + result[:, None] * SIZE + dims[None, :], total, mask=live[:, None] & real[None, :])
         tl.store(maxima_ptr + result, most, mask=live)
         tl.store(sums_ptr + result, tl.sum(weights, 1), mask=live)
 
 
-@jit("positions_at", "first_row", "window")
+@jit("order_at", "positions_at", "first_place", "window")
 def combine_kernel(
     totals_ptr,
     maxima_ptr,
     sums_ptr,
     words_ptr,
     out_ptr,
+    order_at,
     positions_at,
-    first_row,
+    first_place,
     window,
     HEAD_COUNT: constexpr,
     SIZE: constexpr,
@@ -194,12 +196,13 @@ def combine_kernel(
     TURN: constexpr,
 ):
     """One row and head: its splits, in their order, TURN of them loaded at once."""
-    row = first_row + tl.program_id(0)
+    place = first_place + tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, SIZE_PADDED)
-    out = out_ptr + (row.to(tl.int64) * HEAD_COUNT + head) * SIZE + dims
+    live = place < tl.load(words_ptr)
+    row = tl.load(words_ptr + order_at + place, mask=live, other=place)
     result = tl.zeros((SIZE_PADDED,), tl.float32)
-    if row < tl.load(words_ptr):
+    if live:
         position = tl.load(words_ptr + positions_at + row)
         first = split_of(tl.maximum(position - window + 1, 0))
         last = split_of(position)
@@ -218,6 +221,7 @@ def combine_kernel(
                 part = tl.load(totals_ptr + its * SIZE + dims, mask=(split <= last) & (dims < SIZE), other=0.0)
                 total += part * scale
         result = total / sum_of_weights
+    out = out_ptr + (row.to(tl.int64) * HEAD_COUNT + head) * SIZE + dims
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=dims < SIZE)
 
 
@@ -242,8 +246,8 @@ def attend(
 
     queries [rows, heads, head size]; keys and values [slots, kv heads, head size], one layer's storage; all of one
     16-bit type. words [any] int32 on the device, as `items.fill` wrote them; `layout` has the rule's window, and the
-    rows of an item that `attend_config` gives. `group`: its rows are those from `group` * GROUP_ROWS on. `blocks`:
-    blocks of threads for each key head (`attend_blocks`); any number has the same result.
+    rows of an item that `attend_config` gives. `group`: its rows are the GROUP_ROWS from place `group` * GROUP_ROWS of
+    their order on. `blocks`: blocks of threads for each key head (`attend_blocks`); any number has the same result.
     """
     (_, head_count, size), kv_head_count = queries.shape, keys.shape[1]
     config = attend_config(head_count, kv_head_count, size)
@@ -303,6 +307,7 @@ def combine(
         partials.sums,
         words,
         out,
+        layout.order_at,
         layout.positions_at,
         group * GROUP_ROWS,
         NO_WINDOW if rule.window is None else rule.window,
