@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
-from specdec.engine.cuda.kernels import norms, products, qkv
+from specdec.engine.cuda.items import ItemLayout
+from specdec.engine.cuda.kernels import attention, norms, products, qkv
 from specdec.engine.cuda.kernels.configs import head_tiles, sum_parts
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 TYPES[torch.int64] = "*i64"
+MODULES: tuple[Any, ...] = (products, qkv, norms, attention)
 # The types of NVIDIA's instructions for tensor cores: of a warp, of four warps, of the generation after.
 TENSOR_CORES = re.compile(r"\b(HMMA|HGMMA|UTCHMMA|UTCQMMA|QGMMA|OMMA)\b")
 # Bytes of shared memory that one block may have: NVIDIA's programming guide, table of compute capabilities.
@@ -92,17 +94,17 @@ def recorded() -> Iterator[list[Launch]]:
         launches.append(Launch(kernel, types, constant_values, tuple(pointers), warps, stages))
 
     plain = products.launch
-    for module in (products, qkv, norms):
+    for module in MODULES:
         module.launch = record
     try:
         yield launches
     finally:
-        for module in (products, qkv, norms):
+        for module in MODULES:
             module.launch = plain
 
 
 def step_of(model: Model) -> dict[str, Launch]:
-    """The launches of a step of a model, attention left out, each once, by name."""
+    """The launches of a step of a model, each once, by name."""
     rows = 16
     kinds = {"x": model.dtype, "gain": model.gain, "f": torch.float32, "i": torch.int32, "l": torch.int64}
 
@@ -119,12 +121,18 @@ def step_of(model: Model) -> dict[str, Launch]:
     flags = of("i", rows)
     found = of("f", rows, tiles), of("i", rows, tiles), of("i", rows, tiles)
     bias = of("x", outputs) if model.bias else None
+    tile_rows = attention.attend_config(heads, kv_heads, size).tile_rows
+    items = of("i", 4096), ItemLayout(rows, 256, tile_rows, (None,), 0)
+    partials = attention.make_partials(rows, heads, size, 131072, torch.device("meta"))
+    rule = {"scaling": size**-0.5, "softcap": model.softcap}
     with recorded() as launches:
         norms.embed(places[0], of("x", model.vocab, hidden), x, sums, rows)
         qkv.qkv_rope(x, of("x", outputs, hidden), *angles, *places, *written, rows, norm=norm, bias=bias)
         head_rows = of("x", rows, heads + 2 * kv_heads, size)
         gains = of("gain", size), of("gain", size)
         qkv.rope_write(head_rows, *angles, *places, *written, rows, gains=gains, epsilon=1e-6)
+        attention.attend(*written, *items, partials, 128, **rule)
+        attention.combine(partials, *items, written[0])
         attended = of("x", rows, heads * size)
         products.product(attended, of("x", hidden, heads * size), x, rows, residual=x, sums=sums)
         activated = of("x", rows, inner)
@@ -133,7 +141,7 @@ def step_of(model: Model) -> dict[str, Launch]:
         norms.rms_norm(x, gain, x, rows, 1e-6, residual=x, sums=sums, finite=flags)
         products.head(x, of("x", model.vocab, hidden), of("f", rows, model.vocab), *found, rows, softcap=model.softcap)
         products.pick(*found, flags, flags, rows)
-    names = ("embed", "qkv_rope", "rope_write", "o", "gate_up", "down", "rms_norm", "head", "pick")
+    names = ("embed", "qkv_rope", "rope_write", "attend", "combine", "o", "gate_up", "down", "rms_norm", "head", "pick")
     return dict(zip(names, launches, strict=True))
 
 

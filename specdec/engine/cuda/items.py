@@ -55,8 +55,8 @@ class ItemLayout:
 
     Word 0 is the number of rows without padding, word 1 the place of the first tile. From word 2 on there are two words
     for each list of items: their count, and the place of the first. There is one list for each window and group of
-    GROUP_ROWS rows (`list_of`). Then come the rows' positions, slots and order, [row_count] each; then, packed, block
-    tables and slots of paths, tiles, and items.
+    GROUP_ROWS rows, in their order (`list_of`). Then come the rows' positions, slots and order, [row_count] each; then,
+    packed, block tables and slots of paths, tiles, and items.
 
     A tile has TILE_WORDS words: first, count, table, lowest, floor, end, base, path. Its rows are
     order[first : first + count], at most `tile_rows`, at positions from `lowest` to below `end`. Its key at a position
@@ -97,7 +97,7 @@ class ItemLayout:
         return self.order_at + self.row_count
 
     def list_of(self, window: int | None, group: int = 0) -> int:
-        """Returns the index of the list of items of a window, for rows from `group` * GROUP_ROWS on."""
+        """Returns the index of the list of items of a window and group, the rows order[group * GROUP_ROWS :]."""
         return self.windows.index(window) * self.group_count + group
 
     def word_count(self, sequence_count: int, positions_max: int, path_words: int) -> int:

@@ -12,7 +12,7 @@ from tests.support.interpreter import needs_triton
 from tests.support.kernel_launches import MODELS, SHARED_BYTES, Launch, compiled, intermediate, step_of
 
 pytestmark = needs_triton
-WITH_TENSOR_CORES = frozenset({"qkv_rope", "o", "gate_up", "down", "head"})
+WITH_TENSOR_CORES = frozenset({"qkv_rope", "attend", "o", "gate_up", "down", "head"})
 # Operations on numbers, not on their bits: all of these but widening and rounding.
 ARITHMETIC = re.compile(r"^.*(?:\barith\.(?:add|sub|mul|div|rem|neg|max\w*|min\w*|cmp)f|\bmath\.\w+)\b.*bf16.*$", re.M)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.attention import ScoreRule
 from specdec.engine.cuda.items import GROUP_ROWS, TILE_SHIFT, TILE_WORDS, ItemLayout, split_count
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
 
@@ -80,7 +79,73 @@ def split_of(position):
     return tl.where(position < 2048, position // 128, later)
 
 
-@jit("list_at", "order_at", "positions_at", "first_row", "window")
+@jit()
+def key_slots(words_ptr, keys, known, table, base, path, BLOCK_SIZE: constexpr):
+    """The slots of keys at these positions, int64: see `items.ItemLayout`."""
+    in_table = keys < base
+    block = tl.load(words_ptr + table + keys // BLOCK_SIZE, mask=known & in_table, other=0).to(tl.int64)
+    own = tl.load(words_ptr + path + keys - base, mask=known & (keys >= base), other=0).to(tl.int64)
+    return tl.where(in_table, block * BLOCK_SIZE + keys % BLOCK_SIZE, own)
+
+
+@jit()
+def split_sums(
+    q,
+    position,
+    tile,
+    split,
+    kv_head,
+    keys_ptr,
+    values_ptr,
+    words_ptr,
+    window,
+    SCALE: constexpr,
+    SOFTCAP: constexpr,
+    KV_HEAD_COUNT: constexpr,
+    SIZE: constexpr,
+    BLOCK_SIZE: constexpr,
+    KEYS: constexpr,
+    STAGES: constexpr,
+    WIDE: constexpr,
+):
+    """What queries q [lanes, size padded] at these positions get from a tile's keys of a split: sums of values [lanes,
+    size padded], maxima and sums of weights [lanes]. Each turn takes KEYS keys; one not seen has weight 0."""
+    dims = tl.arange(0, q.shape[1])
+    real = dims < SIZE
+    table, lowest, stop = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 5)
+    base, path = tl.load(tile + 6), tl.load(tile + 7)
+    start = tl.maximum(split_start(split), (lowest - window + 1) // KEYS * KEYS)
+    end = tl.minimum(split_start(split + 1), stop)
+    most = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    weights = tl.zeros((q.shape[0], KEYS), tl.float32)
+    total = tl.zeros(q.shape, tl.float32)
+    for turn in tl.range(start, end, KEYS, num_stages=STAGES):
+        keys = turn + tl.arange(0, KEYS)
+        known = keys < end
+        slots = key_slots(words_ptr, keys, known, table, base, path, BLOCK_SIZE)
+        at = (slots * KV_HEAD_COUNT + kv_head) * SIZE
+        k = tl.load(keys_ptr + at[None, :] + dims[:, None], mask=known[None, :] & real[:, None], other=0.0)
+        v = tl.load(values_ptr + at[:, None] + dims[None, :], mask=known[:, None] & real[None, :], other=0.0)
+        score = tl.dot(q, k.to(q.dtype)) * SCALE
+        if SOFTCAP > 0:  # softcap * tanh(score / softcap)
+            score = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp(score * (2 / SOFTCAP)))
+        distance = position[:, None] - keys[None, :]
+        score = tl.where((distance >= 0) & (distance < window), score, float("-inf"))
+        new = tl.maximum(most, tl.max(score, 1))
+        finite = tl.where(new == float("-inf"), 0.0, new)  # no key seen yet
+        scale = tl.exp(most - finite)
+        weight = tl.exp(score - finite[:, None])
+        weights = weights * scale[:, None] + weight
+        weight = weight.to(v.dtype)
+        if WIDE:
+            weight = weight.to(tl.float32)
+            v = v.to(tl.float32)
+        total = tl.dot(weight, v, total * scale[:, None])
+        most = new
+    return total, most, tl.sum(weights, 1)
+
+
+@jit("list_at", "order_at", "positions_at", "first_place", "window")
 def attend_kernel(
     queries_ptr,
     keys_ptr,
@@ -92,7 +157,7 @@ def attend_kernel(
     list_at,
     order_at,
     positions_at,
-    first_row,
+    first_place,
     window,
     SCALE: constexpr,
     SOFTCAP: constexpr,
@@ -112,79 +177,47 @@ def attend_kernel(
 ):
     """The items program_id(0), program_id(0) + num_programs(0), ... of a list, for HEADS query heads of a key head.
 
-    Lane l is row l // HEADS of the item and head l % HEADS. A key that a row does not see has weight 0.
-    """
+    Lane l is row l // HEADS of the item and head l % HEADS."""
     GROUP: constexpr = HEAD_COUNT // KV_HEAD_COUNT
-    kv_head = tl.program_id(1) // tl.cdiv(GROUP, HEADS)
+    PARTS: constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // PARTS
     lane = tl.arange(0, LANES)
-    in_group = tl.program_id(1) % tl.cdiv(GROUP, HEADS) * HEADS + lane % HEADS
+    in_group = tl.program_id(1) % PARTS * HEADS + lane % HEADS
     head = kv_head * GROUP + in_group
     dims = tl.arange(0, SIZE_PADDED)
-    real = dims < SIZE
-    items = words_ptr + tl.load(words_ptr + list_at + 1)
-    tiles = words_ptr + tl.load(words_ptr + 1)
+    items, tiles = words_ptr + tl.load(words_ptr + list_at + 1), words_ptr + tl.load(words_ptr + 1)
     for index in range(tl.program_id(0), tl.load(words_ptr + list_at), tl.num_programs(0)):
         item = tl.load(items + index)
-        tile = tiles + (item >> SHIFT) * TILE_WORDS
-        split = item & ((1 << SHIFT) - 1)
-        first, count = tl.load(tile), tl.load(tile + 1)
-        table, lowest = tl.load(tile + 2), tl.load(tile + 3)
-        base, path = tl.load(tile + 6), tl.load(tile + 7)
-        start = tl.maximum(split_start(split), (lowest - window + 1) // KEYS * KEYS)
-        end = tl.minimum(split_start(split + 1), tl.load(tile + 5))
-        live = (lane // HEADS < count) & (in_group < GROUP)
-        row = tl.load(words_ptr + order_at + first + lane // HEADS, mask=live, other=0)
+        tile, split = tiles + (item >> SHIFT) * TILE_WORDS, item & ((1 << SHIFT) - 1)
+        place = tl.load(tile) + lane // HEADS
+        live = (lane // HEADS < tl.load(tile + 1)) & (in_group < GROUP)
+        row = tl.load(words_ptr + order_at + place, mask=live, other=0)
         position = tl.load(words_ptr + positions_at + row, mask=live, other=-1)
+        known = live[:, None] & (dims < SIZE)[None, :]
         at = (row.to(tl.int64) * HEAD_COUNT + head) * SIZE
-        q = tl.load(queries_ptr + at[:, None] + dims[None, :], mask=live[:, None] & real[None, :], other=0.0)
+        q = tl.load(queries_ptr + at[:, None] + dims[None, :], mask=known, other=0.0)
         if WIDE:
             q = q.to(tl.float32)
-        most = tl.full((LANES,), float("-inf"), tl.float32)
-        weights = tl.zeros((LANES, KEYS), tl.float32)
-        total = tl.zeros((LANES, SIZE_PADDED), tl.float32)
-        for turn in tl.range(start, end, KEYS, num_stages=STAGES):
-            keys = turn + tl.arange(0, KEYS)
-            known = keys < end
-            in_table = keys < base
-            block = tl.load(words_ptr + table + keys // BLOCK_SIZE, mask=known & in_table, other=0).to(tl.int64)
-            own = tl.load(words_ptr + path + keys - base, mask=known & (keys >= base), other=0).to(tl.int64)
-            slot = tl.where(in_table, block * BLOCK_SIZE + keys % BLOCK_SIZE, own)
-            at_key = (slot * KV_HEAD_COUNT + kv_head) * SIZE
-            k = tl.load(keys_ptr + at_key[None, :] + dims[:, None], mask=known[None, :] & real[:, None], other=0.0)
-            v = tl.load(values_ptr + at_key[:, None] + dims[None, :], mask=known[:, None] & real[None, :], other=0.0)
-            if WIDE:
-                k = k.to(tl.float32)
-            score = tl.dot(q, k) * SCALE
-            if SOFTCAP > 0:  # softcap * tanh(score / softcap)
-                score = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp(score * (2 / SOFTCAP)))
-            distance = position[:, None] - keys[None, :]
-            score = tl.where((distance >= 0) & (distance < window), score, float("-inf"))
-            new = tl.maximum(most, tl.max(score, 1))
-            finite = tl.where(new == float("-inf"), 0.0, new)  # no key seen yet
-            scale = tl.exp(most - finite)
-            weight = tl.exp(score - finite[:, None])
-            weights = weights * scale[:, None] + weight
-            rounded = weight.to(values_ptr.dtype.element_ty)
-            if WIDE:
-                rounded = rounded.to(tl.float32)
-                v = v.to(tl.float32)
-            total = tl.dot(rounded, v, total * scale[:, None])
-            most = new
-        result = ((row - first_row).to(tl.int64) * HEAD_COUNT + head) * SPLIT_COUNT + split
-        tl.store(totals_ptr + result[:, None] * SIZE + dims[None, :], total, mask=live[:, None] & real[None, :])
+        total, most, sums = split_sums(
+            q, position, tile, split, kv_head, keys_ptr, values_ptr, words_ptr, window,
+            SCALE, SOFTCAP, KV_HEAD_COUNT, SIZE, BLOCK_SIZE, KEYS, STAGES, WIDE
+        )  # fmt: skip
+        result = ((place - first_place).to(tl.int64) * HEAD_COUNT + head) * SPLIT_COUNT + split
+        tl.store(totals_ptr + result[:, None] * SIZE + dims[None, :], total, mask=known)
         tl.store(maxima_ptr + result, most, mask=live)
-        tl.store(sums_ptr + result, tl.sum(weights, 1), mask=live)
+        tl.store(sums_ptr + result, sums, mask=live)
 
 
-@jit("positions_at", "first_row", "window")
+@jit("order_at", "positions_at", "first_place", "window")
 def combine_kernel(
     totals_ptr,
     maxima_ptr,
     sums_ptr,
     words_ptr,
     out_ptr,
+    order_at,
     positions_at,
-    first_row,
+    first_place,
     window,
     HEAD_COUNT: constexpr,
     SIZE: constexpr,
@@ -194,12 +227,13 @@ def combine_kernel(
     TURN: constexpr,
 ):
     """One row and head: its splits, in their order, TURN of them loaded at once."""
-    row = first_row + tl.program_id(0)
+    place = first_place + tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, SIZE_PADDED)
-    out = out_ptr + (row.to(tl.int64) * HEAD_COUNT + head) * SIZE + dims
+    live = place < tl.load(words_ptr)
+    row = tl.load(words_ptr + order_at + place, mask=live, other=place)
     result = tl.zeros((SIZE_PADDED,), tl.float32)
-    if row < tl.load(words_ptr):
+    if live:
         position = tl.load(words_ptr + positions_at + row)
         first = split_of(tl.maximum(position - window + 1, 0))
         last = split_of(position)
@@ -210,14 +244,15 @@ def combine_kernel(
         total = tl.zeros((SIZE_PADDED,), tl.float32)
         sum_of_weights = 0.0
         for turn in range(first, last + 1, TURN):
-            for place in tl.static_range(TURN):
-                split = turn + place
+            for inner in tl.static_range(TURN):
+                split = turn + inner
                 its = at + split
                 scale = tl.exp(tl.load(maxima_ptr + its, mask=split <= last, other=float("-inf")) - most)
                 sum_of_weights += tl.load(sums_ptr + its, mask=split <= last, other=0.0) * scale
                 part = tl.load(totals_ptr + its * SIZE + dims, mask=(split <= last) & (dims < SIZE), other=0.0)
                 total += part * scale
         result = total / sum_of_weights
+    out = out_ptr + (row.to(tl.int64) * HEAD_COUNT + head) * SIZE + dims
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=dims < SIZE)
 
 
@@ -234,20 +269,25 @@ def attend(
     words: torch.Tensor,
     layout: ItemLayout,
     partials: Partials,
-    rule: ScoreRule,
     blocks: int,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
     group: int = 0,
 ) -> None:
     """Writes to `partials` what each row of a group gets from each of its splits.
 
     queries [rows, heads, head size]; keys and values [slots, kv heads, head size], one layer's storage; all of one
-    16-bit type. words [any] int32 on the device, as `items.fill` wrote them; `layout` has the rule's window, and the
-    rows of an item that `attend_config` gives. `group`: its rows are those from `group` * GROUP_ROWS on. `blocks`:
-    blocks of threads for each key head (`attend_blocks`); any number has the same result.
+    16-bit type. words [any] int32 on the device, as `items.fill` wrote them; `layout` has the window, and the rows of
+    an item that `attend_config` gives. `blocks`: blocks of threads for each key head (`attend_blocks`); any number has
+    the same result. `scaling`, `window`, `softcap`: see `ScoreRule`. `group`: its rows are the GROUP_ROWS from place
+    `group` * GROUP_ROWS of their order on.
     """
     (_, head_count, size), kv_head_count = queries.shape, keys.shape[1]
     config = attend_config(head_count, kv_head_count, size)
-    assert layout.tile_rows <= config.tile_rows and rule.bias is None
+    if layout.tile_rows > config.tile_rows:
+        raise ValueError(f"tile_rows is {layout.tile_rows}; it must be at most {config.tile_rows} for these heads")
     launch(
         attend_kernel,
         (blocks, kv_head_count * cdiv(head_count // kv_head_count, config.heads)),
@@ -258,13 +298,13 @@ def attend(
         partials.values,
         partials.maxima,
         partials.sums,
-        2 + 2 * layout.list_of(rule.window, group),
+        2 + 2 * layout.list_of(window, group),
         layout.order_at,
         layout.positions_at,
         group * GROUP_ROWS,
-        NO_WINDOW if rule.window is None else rule.window,
-        SCALE=rule.scaling,
-        SOFTCAP=rule.softcap or 0.0,
+        NO_WINDOW if window is None else window,
+        SCALE=scaling,
+        SOFTCAP=softcap or 0.0,
         HEAD_COUNT=head_count,
         KV_HEAD_COUNT=kv_head_count,
         SIZE=size,
@@ -285,13 +325,14 @@ def combine(
     partials: Partials,
     words: torch.Tensor,
     layout: ItemLayout,
-    rule: ScoreRule,
     out: torch.Tensor,
+    *,
+    window: int | None = None,
     group: int = 0,
 ) -> None:
     """Writes out [rows, heads, head size], of a 16-bit type: the results of a group's rows, 0 for padding rows.
 
-    `partials`, `words`, `layout`, `rule` and `group` are those of `attend`.
+    `partials`, `words`, `layout`, `window` and `group` are those of `attend`.
     """
     _, head_count, size = out.shape
     split_max = partials.maxima.shape[2]
@@ -303,9 +344,10 @@ def combine(
         partials.sums,
         words,
         out,
+        layout.order_at,
         layout.positions_at,
         group * GROUP_ROWS,
-        NO_WINDOW if rule.window is None else rule.window,
+        NO_WINDOW if window is None else window,
         HEAD_COUNT=head_count,
         SIZE=size,
         SIZE_PADDED=power_of_two(size),
