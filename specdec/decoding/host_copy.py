@@ -40,7 +40,7 @@ class HostCopy:
         self._readback = readback
         self._is_device = is_device(device)
         self._tensors: list[Tensor] = []
-        self._assumptions: list[Tensor] = []
+        self._assumptions: list[Callable[[], Any]] = []
         self._fetched: list[Any] | None = None
 
     def to_host(self, tensor: Tensor) -> Callable[[], Any]:
@@ -53,13 +53,15 @@ class HostCopy:
 
     def assume_none(self, exceptions: Tensor) -> None:
         """Records the assumption that no element is true.  # [...] bool"""
-        self._assumptions.append(exceptions.any().view(1))
+        self.assume_zero(exceptions.any().view(1))
+
+    def assume_zero(self, numbers: Tensor) -> None:
+        """Records the assumption that all numbers are 0.  # [n]"""
+        self._assumptions.append(self.to_host(numbers))
 
     def was_wrong(self) -> bool:
         """Whether an assumption failed, so that the fetched numbers are invalid."""
-        if not self._assumptions:
-            return False
-        return any(self.to_host(torch.cat(self._assumptions))())
+        return any(any(read()) for read in self._assumptions)
 
     def _read(self) -> list[Any]:
         """Copies once. Float64 holds every token id and every probability exactly."""

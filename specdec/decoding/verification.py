@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from specdec.decoding.coupled import coupled_token_ids
+from specdec.decoding.device_sampler import SampledRow, SiblingTest, sampled
 from specdec.decoding.distribution import (
     Support,
     greedy_token_ids,
@@ -27,8 +28,9 @@ from specdec.decoding.distribution import (
     taken,
 )
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
-from specdec.decoding.logits_processors import PathContext, may_edit
+from specdec.decoding.logits_processors import PathContext, edited_logits, may_edit
 from specdec.decoding.masks import check_masks, masked
+from specdec.engine.cuda.kernels.launch import is_usable
 from specdec.engine.readback import Readback
 from specdec.protocol.heads import NO_HEAD_PLAN, HeadPlan
 from specdec.protocol.noise import Lane, uniform
@@ -113,12 +115,14 @@ def verify(
         finishes: list[tuple[list[int], Callable[[], list[SamplerOutput]]]] = []
         if readback is not None and found:
             finishes.append((found, lambda: best_outputs(readback, [(starts[i], starts[i + 1]) for i in found])))
-        for rule, indices in by_rule.items():
+        has_kernels = host_copy.assumes and is_usable(logits.device)
+        others = [(None, sorted(itertools.chain(*by_rule.values())))] if has_kernels else by_rule.items()
+        for rule, indices in others:
             for chunk in chunks(indices, expected, logits):
                 chosen = [requests[index] for index in chunk]
                 rows = [row for index in chunk for row in range(starts[index], starts[index + 1])]
-                own_masks = None if masks is None else taken(masks, rows)
-                finishes.append((chunk, output_of_rule(rule, chosen, taken(logits, rows), own_masks, host_copy)))
+                own = taken(logits, rows), None if masks is None else taken(masks, rows)
+                finishes.append((chunk, output_of_rule(rule, chosen, *own, host_copy)))
         return lambda: in_order(finishes)
 
     return with_one_host_copy(logits.device, compute, readback)
@@ -157,13 +161,22 @@ def chunks(indices: list[int], row_counts: Sequence[int], logits: Tensor) -> lis
 
 
 def output_of_rule(
-    rule: Rule, requests: Sequence[VerificationRequest], logits: Tensor, masks: Tensor | None, host_copy: HostCopy
+    rule: Rule | None,
+    requests: Sequence[VerificationRequest],
+    logits: Tensor,
+    masks: Tensor | None,
+    host_copy: HostCopy,
 ) -> Callable[[], list[SamplerOutput]]:
-    """Returns a function for the sampler output of requests that share a rule, called after the host copy."""
+    """Returns a function for the sampler output of requests that share a rule, called after the host copy; of any rules
+    by the device's kernels for None."""
     legal = logits if masks is None else masked(logits, masks)[0]
     contexts = [context for request in requests for context in request.contexts]
     target_probs: Callable[[], list[float]] = list
-    if rule is Rule.GREEDY:
+    if rule is None:
+        found = sampled(edited_logits(legal, contexts), sampled_rows(requests), host_copy)
+        chosen, probs = found[: len(logits)].to(torch.int64), found[len(logits) :]
+        target_probs = host_copy.to_host(probs)
+    elif rule is Rule.GREEDY:
         chosen = greedy_token_ids(legal, contexts)
     elif rule is Rule.COUPLED:
         chosen = coupled_token_ids(legal, contexts, host_copy)
@@ -173,7 +186,7 @@ def output_of_rule(
     recovered = host_copy.to_host(chosen)
     ends = list(itertools.accumulate(request.row_count for request in requests))
     places = [slice(end - request.row_count, end) for end, request in zip(ends, requests)]
-    tokens_of = [slice(place.start - index, place.stop - index - 1) for index, place in enumerate(places)]
+    tokens_of = tested_places(requests)
     reported = [logprobs_of(r, chosen, logits, place, host_copy) for r, place in zip(requests, places)]
 
     def finish() -> list[SamplerOutput]:
@@ -184,6 +197,24 @@ def output_of_rule(
         ]
 
     return finish
+
+
+def tested_places(requests: Sequence[VerificationRequest]) -> list[slice]:
+    """Returns the places of each request's draft tokens among those that are tested."""
+    counts = [len(r.draft_token_ids) if r.params.rule is Rule.REJECTION else 0 for r in requests]
+    return [slice(end - count, end) for end, count in zip(itertools.accumulate(counts), counts)]
+
+
+def sampled_rows(requests: Sequence[VerificationRequest]) -> list[SampledRow]:
+    """Returns the rows of requests, for the kernels of a device."""
+    rows: list[SampledRow] = []
+    for request, places in zip(requests, tested_places(requests)):
+        params, is_drawn = request.params, request.params.rule is Rule.REJECTION
+        positions = [c.first_position + offset for c in request.contexts for offset in range(c.row_count)]
+        uniforms = next_draws([request]) if is_drawn else [0.0] * request.row_count
+        tests = row_tests(request, places.start) if is_drawn else [[]] * request.row_count
+        rows += [SampledRow(params, *row) for row in zip(positions, uniforms, tests)]
+    return rows
 
 
 def logprobs_of(
@@ -263,15 +294,6 @@ def rejection_output(supports: list[Support], requests: Sequence[VerificationReq
         recovered.append((rows, support.token_ids_at(inverse_cdf(left, [uniforms[row] for row in rows]))))
     none = torch.empty(0, dtype=torch.float64, device=supports[0].scores.device)
     return in_row_order(recovered), in_row_order(target_probs) if target_probs else none
-
-
-class SiblingTest(NamedTuple):
-    """The test of one draft token: its place among those of all requests, and the distribution it was drawn from once
-    the siblings before it were drawn."""
-
-    place: int
-    token_id: int
-    draft_probs: DraftProbs
 
 
 def row_tests(request: VerificationRequest, first_place: int) -> list[list[SiblingTest]]:
