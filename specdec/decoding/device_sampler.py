@@ -11,19 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
 from specdec.decoding.distribution import ASSUMED_NUCLEUS_COLUMNS
-from specdec.decoding.host_copy import HostCopy, sent
+from specdec.decoding.host_copy import HostCopy, sent_together
 from specdec.decoding.noise import signed
 from specdec.engine.cuda.kernels.sampling import FIELDS, NUMBERS, Tables, sample
 from specdec.protocol.noise import Lane, stream_key
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
 
 RULES = {Rule.GREEDY: 0, Rule.REJECTION: 1, Rule.COUPLED: 2}
-WORDS = 2  # each part of the buffer begins at a multiple of 16 bytes
 
 
 class SiblingTest(NamedTuple):
@@ -97,26 +95,15 @@ class Writer:
 
     def send(self, device: torch.device) -> Tables:
         """Sends all in one copy."""
-        parts = [
-            *(numpy.array(own, numpy.int64) for own in (self.fields, self.selected, self.entries)),
-            *(numpy.array(own, numpy.float64).view(numpy.int64) for own in (self.numbers, self.shares)),
-        ]
-        starts = [0]
-        for part in parts:
-            starts.append(starts[-1] + -(-max(1, len(part)) // WORDS) * WORDS)
-        words = numpy.zeros(starts[-1], numpy.int64)
-        for start, part in zip(starts, parts):
-            words[start : start + len(part)] = part
-        whole = sent(torch.from_numpy(words), device)
-        fields, selected, entries, numbers, shares = (
-            whole[start : start + len(part)] for start, part in zip(starts, parts)
+        fields, selected, entries, numbers, shares = sent_together(
+            (self.fields, self.selected, self.entries), (self.numbers, self.shares), device
         )
         return Tables(
             fields.view(-1, FIELDS),
-            numbers.view(torch.float64).view(-1, NUMBERS),
+            numbers.view(-1, NUMBERS),
             selected,
             entries,
-            shares.view(torch.float64),
+            shares,
             self.test_count,
             self.touched_max,
             self.has_totals,

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -29,6 +30,22 @@ def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dty
     """Returns a tensor of the host's numbers on a device, without waiting for it."""
     tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def sent_together(
+    whole: Sequence[Sequence[int]], real: Sequence[Sequence[float]], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Returns lists of whole numbers as int64, then lists of real ones as float64, on a device by one copy; each begins
+    at a multiple of 16 bytes."""
+    parts = [numpy.array(own, numpy.int64) for own in whole]
+    parts += [numpy.array(own, numpy.float64).view(numpy.int64) for own in real]
+    starts = [0, *itertools.accumulate(len(part) + len(part) % 2 or 2 for part in parts)]
+    words = numpy.zeros(starts[-1], numpy.int64)
+    for start, part in zip(starts, parts):
+        words[start : start + len(part)] = part
+    together = sent(torch.from_numpy(words), device)
+    fields = [together[start : start + len(part)] for start, part in zip(starts, parts)]
+    return *fields[: len(whole)], *(own.view(torch.float64) for own in fields[len(whole) :])
 
 
 class HostCopy:

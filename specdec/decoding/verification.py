@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.coupled import coupled_token_ids
+from specdec.decoding.device_edits import edited_on_device
 from specdec.decoding.device_sampler import SampledRow, SiblingTest, sampled
 from specdec.decoding.distribution import (
     Support,
@@ -28,7 +29,7 @@ from specdec.decoding.distribution import (
     taken,
 )
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
-from specdec.decoding.logits_processors import PathContext, edited_logits, may_edit
+from specdec.decoding.logits_processors import PathContext, may_edit
 from specdec.decoding.masks import check_masks, masked
 from specdec.engine.cuda.kernels.launch import is_usable
 from specdec.engine.readback import Readback
@@ -169,11 +170,14 @@ def output_of_rule(
 ) -> Callable[[], list[SamplerOutput]]:
     """Returns a function for the sampler output of requests that share a rule, called after the host copy; of any rules
     by the device's kernels for None."""
-    legal = logits if masks is None else masked(logits, masks)[0]
     contexts = [context for request in requests for context in request.contexts]
+    if rule is None:
+        legal = edited_on_device(logits, contexts, masks)
+    else:
+        legal = logits if masks is None else masked(logits, masks)[0]
     target_probs: Callable[[], list[float]] = list
     if rule is None:
-        found = sampled(edited_logits(legal, contexts), sampled_rows(requests), host_copy)
+        found = sampled(legal, sampled_rows(requests), host_copy)
         chosen, probs = found[: len(logits)].to(torch.int64), found[len(logits) :]
         target_probs = host_copy.to_host(probs)
     elif rule is Rule.GREEDY:
