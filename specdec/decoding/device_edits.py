@@ -1,4 +1,4 @@
-"""Edits of logits by a device's kernel: what `logits_processors` and `masks` do, for all rows of a step in one launch."""
+"""Edits of logits by a device's kernel: what `logits_processors` and `masks` do, for a whole step in one launch."""
 
 from __future__ import annotations
 

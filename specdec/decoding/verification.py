@@ -22,7 +22,6 @@ from specdec.decoding.distribution import (
     Support,
     greedy_token_ids,
     in_row_order,
-    likeliest,
     row_sums,
     row_totals,
     sampled_distribution,
@@ -30,13 +29,14 @@ from specdec.decoding.distribution import (
 )
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
 from specdec.decoding.logits_processors import PathContext, may_edit
+from specdec.decoding.logprobs import logprobs_by_kernels, logprobs_of_rows
 from specdec.decoding.masks import check_masks, masked
 from specdec.engine.cuda.kernels.launch import is_usable
 from specdec.engine.readback import Readback
 from specdec.protocol.heads import NO_HEAD_PLAN, HeadPlan
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.tree_shape import branches, children, path_tokens
-from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
 
 Item = TypeVar("Item")
 
@@ -178,7 +178,7 @@ def output_of_rule(
     target_probs: Callable[[], list[float]] = list
     if rule is None:
         found = sampled(legal, sampled_rows(requests), host_copy)
-        chosen, probs = found[: len(logits)].to(torch.int64), found[len(logits) :]
+        chosen, probs = found.split([len(logits), len(found) - len(logits)])
         target_probs = host_copy.to_host(probs)
     elif rule is Rule.GREEDY:
         chosen = greedy_token_ids(legal, contexts)
@@ -191,10 +191,11 @@ def output_of_rule(
     ends = list(itertools.accumulate(request.row_count for request in requests))
     places = [slice(end - request.row_count, end) for end, request in zip(ends, requests)]
     tokens_of = tested_places(requests)
-    reported = [logprobs_of(r, chosen, logits, place, host_copy) for r, place in zip(requests, places)]
+    of_rows = logprobs_by_kernels if rule is None else logprobs_of_rows
+    reported = of_rows(requests, chosen, logits, places, host_copy)
 
     def finish() -> list[SamplerOutput]:
-        tokens, probs = recovered(), target_probs()
+        tokens, probs = [int(token_id) for token_id in recovered()], target_probs()
         return [
             SamplerOutput(tuple(tokens[place]), tuple(probs[own]), *logprobs())
             for place, own, logprobs in zip(places, tokens_of, reported)
@@ -219,58 +220,6 @@ def sampled_rows(requests: Sequence[VerificationRequest]) -> list[SampledRow]:
         tests = row_tests(request, places.start) if is_drawn else [[]] * request.row_count
         rows += [SampledRow(params, *row) for row in zip(positions, uniforms, tests)]
     return rows
-
-
-def logprobs_of(
-    request: VerificationRequest, recovered: Tensor, logits: Tensor, place: slice, host_copy: HostCopy
-) -> Callable[[], tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]]:
-    """Returns a function for log-probabilities of draft and recovered tokens, if the request has `logprobs`. `place`:
-    its rows."""
-    if request.params.logprobs is None:
-        return lambda: ((), ())
-    recovered, logits = recovered[place], logits[place]
-    following = children(request.parents, len(request.draft_token_ids))
-    most = max(map(len, following))
-    filled = [[request.draft_token_ids[index] for index in row] + [0] * (most - len(row)) for row in following]
-    token_ids = torch.cat(
-        [recovered[:, None], sent(filled, logits.device, torch.int64).view(len(following), most)], dim=1
-    )
-    every = position_logprobs(logits, token_ids, request.params.logprobs, host_copy)
-
-    def finish() -> tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]:
-        lines = every()
-        of_draft = {index: entry.logprob for row, line in zip(following, lines) for index, entry in zip(row, line[1:])}
-        return tuple(of_draft[index] for index in range(len(of_draft))), tuple(line[0] for line in lines)
-
-    return finish
-
-
-def position_logprobs(
-    logits: Tensor, token_ids: Tensor, top_count: int, host_copy: HostCopy
-) -> Callable[[], list[list[PositionLogprobs]]]:
-    """Returns a function for one entry per row and token id, each with the row's `top_count` likeliest tokens.
-
-    Values are the log-softmax of the raw logits, before any edit or truncation: float64, the normaliser summed in id
-    order, so a row's values do not depend on the rows beside it.
-    logits: [rows, vocabulary] float32; token_ids: [rows, ids per row] int64. Likeliest first, ties to the lowest id. A
-    token of probability 0 has -inf.
-    """
-    values = logits.to(torch.float64)
-    shifted = values - values.amax(dim=1, keepdim=True)
-    logprobs = shifted - row_totals(shifted.exp()).log()
-    chosen = host_copy.to_host(logprobs.gather(1, token_ids))
-    if top_count == 0:
-        return lambda: [[PositionLogprobs(value) for value in line] for line in chosen()]
-    ids = likeliest(values, [top_count] * len(values), host_copy)[0]
-    top = values.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
-    ids = ids.gather(1, top)
-    top_ids, top_values = host_copy.to_host(ids), host_copy.to_host(logprobs.gather(1, ids))
-
-    def finish() -> list[list[PositionLogprobs]]:
-        tops = [(tuple(ids), tuple(values)) for ids, values in zip(top_ids(), top_values())]
-        return [[PositionLogprobs(value, *top) for value in line] for line, top in zip(chosen(), tops)]
-
-    return finish
 
 
 def rejection_output(supports: list[Support], requests: Sequence[VerificationRequest]) -> tuple[Tensor, Tensor]:

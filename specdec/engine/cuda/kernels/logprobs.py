@@ -6,6 +6,8 @@ logits alone. Of equal logits the lowest ids are the likeliest.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, power_of_two, tl
@@ -106,7 +108,7 @@ def logprobs(
     """
     width, (count, token_count) = logits.shape[1], tokens.shape
     top_count, tiles = min(top_count, width), cdiv(width, TILE)
-    doubles = {"dtype": torch.float64, "device": logits.device}
+    doubles: dict[str, Any] = {"dtype": torch.float64, "device": logits.device}
     maxima, sums = torch.empty(count, tiles, **doubles), torch.empty(count, tiles, **doubles)
     out = torch.empty(count, token_count + 2 * top_count, **doubles)
     sizes = {"TILE": TILE, "TILES": power_of_two(tiles)}

@@ -357,7 +357,7 @@ def sample(values: torch.Tensor, tables: Tables, ranked: torch.Tensor | None) ->
     """
     width, device = values.shape[1], values.device
     rows, tiles, selected_count = len(tables.fields), cdiv(width, TILE), len(tables.selected)
-    doubles = {"dtype": torch.float64, "device": device}
+    doubles: dict[str, Any] = {"dtype": torch.float64, "device": device}
     maxima, sums = torch.empty(rows, tiles, **doubles), torch.empty(rows, tiles, **doubles)
     ids = torch.empty(rows, tiles, dtype=torch.int32, device=device)
     limits, limit_ids = torch.empty(rows, 2, **doubles), torch.empty(rows, 2, dtype=torch.int64, device=device)
@@ -367,16 +367,21 @@ def sample(values: torch.Tensor, tables: Tables, ranked: torch.Tensor | None) ->
     own = values, values.stride(0), width, tables.fields
     run(maxima_kernel, (rows, tiles), *own, maxima, tiles, TILE=TILE)
     if ranked is not None:
-        its = *own, tables.numbers, tables.selected
+        chosen = *own, tables.numbers, tables.selected
         if tables.has_totals:
-            run(totals_kernel, (selected_count, tiles), *its, maxima, sums, tiles, **sizes)
+            run(totals_kernel, (selected_count, tiles), *chosen, maxima, sums, tiles, **sizes)
         missed = out[rows + tables.test_count :]
-        more = ranked, ranked.shape[1], maxima, sums, limits, limit_ids, missed, tiles
-        run(limits_kernel, (selected_count,), *its, *more, **sizes, BLOCK=RANKED)
-    its = *own, tables.numbers, tables.entries
-    run(race_kernel, (rows, tiles), *its, maxima, limits, limit_ids, sums, ids, tiles, **sizes)
+        its = ranked, ranked.shape[1], maxima, sums, limits, limit_ids, missed, tiles
+        run(limits_kernel, (selected_count,), *chosen, *its, **sizes, BLOCK=RANKED)
+    every = *own, tables.numbers, tables.entries
+    run(race_kernel, (rows, tiles), *every, maxima, limits, limit_ids, sums, ids, tiles, **sizes)
     more = tables.shares, maxima, limits, limit_ids, sums, ids, scratch, out, rows, tiles
     run(
-        finish_kernel, (rows,), *its, *more, **sizes, TOUCHED=max(TOUCHED_MIN, power_of_two(max(1, tables.touched_max)))
+        finish_kernel,
+        (rows,),
+        *every,
+        *more,
+        **sizes,
+        TOUCHED=max(TOUCHED_MIN, power_of_two(max(1, tables.touched_max))),
     )
     return out
