@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.decoding.distribution import likeliest, row_totals
 from specdec.decoding.host_copy import HostCopy, sent, sent_together
 from specdec.engine.cuda.kernels.launch import is_usable
-from specdec.engine.cuda.kernels.logprobs import logprobs
+from specdec.engine.cuda.kernels.logprobs import row_logprobs
 from specdec.protocol.tree_shape import children
 from specdec.protocol.types import PositionLogprobs
 
@@ -65,7 +65,7 @@ def logprobs_by_kernels(
     tokens = [token_id for line in drafted for token_id in (0, *line, *[0] * (most - 1 - len(line)))]
     its_rows, its_tokens = sent_together((rows, tokens), (), logits.device)
     top_count = max(request.params.logprobs or 0 for request, _ in asked)
-    found = logprobs(logits, its_rows, its_tokens.view(-1, most), recovered, top_count)
+    found = row_logprobs(logits, its_rows, its_tokens.view(-1, most), recovered, top_count)
     lines = entries_of(found, most, host_copy)
     starts = {row: index for index, row in enumerate(rows)}
 
@@ -107,7 +107,7 @@ def fewer(lines: Lines, top_count: int) -> Lines:
 
 
 def entries_of(found: Tensor, token_count: int, host_copy: HostCopy) -> Callable[[], Lines]:
-    """Returns a function for the entries that the kernels found: see `kernels.logprobs.logprobs`."""
+    """Returns a function for the entries that the kernels found: see `kernels.logprobs.row_logprobs`."""
     read, end = host_copy.to_host(found), (token_count + found.shape[1]) // 2  # of the likeliest ids
 
     def entries() -> Lines:
@@ -129,7 +129,7 @@ def position_logprobs(
     """
     if is_usable(logits.device):
         rows = torch.arange(len(logits), device=logits.device)
-        return entries_of(logprobs(logits, rows, token_ids, None, top_count), token_ids.shape[1], host_copy)
+        return entries_of(row_logprobs(logits, rows, token_ids, None, top_count), token_ids.shape[1], host_copy)
     values = logits.to(torch.float64)
     shifted = values - values.amax(dim=1, keepdim=True)
     logprobs = shifted - row_totals(shifted.exp()).log()

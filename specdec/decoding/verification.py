@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_
 from specdec.decoding.logits_processors import PathContext, may_edit
 from specdec.decoding.logprobs import logprobs_by_kernels, logprobs_of_rows
 from specdec.decoding.masks import check_masks, masked
-from specdec.engine.cuda.kernels.launch import is_usable
+from specdec.engine.cuda.kernels.launch import is_usable, refuse
 from specdec.engine.readback import Readback
 from specdec.protocol.heads import NO_HEAD_PLAN, HeadPlan
 from specdec.protocol.noise import Lane, uniform
@@ -41,6 +41,8 @@ from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, Sam
 Item = TypeVar("Item")
 
 CHUNK_ELEMENTS = 1 << 24  # logits per chunk: limits temporary memory to a few times 128 MiB
+TRIED: set[torch.device] = set()  # whose kernels were tried
+TRIED_WIDTH = 5000  # tokens
 CHUNK_ELEMENTS_CPU = 1 << 19  # larger temporaries exceed the caches, and the allocator returns their pages each time
 
 
@@ -101,12 +103,26 @@ def verify(
 
     A result depends on its own rows, params and path only, bit for bit, not on the other requests.
     """
+    if is_usable(logits.device) and logits.device not in TRIED:
+        try_kernels(logits.device)
+    return verified(requests, row_counts, logits, readback, masks, is_usable(logits.device))
+
+
+def verified(
+    requests: Sequence[VerificationRequest],
+    row_counts: Sequence[int],
+    logits: Tensor,
+    readback: Readback | None,
+    masks: Tensor | None,
+    has_kernels: bool,
+) -> list[SamplerOutput]:
+    """`verify`, where `has_kernels` by a device's kernels."""
     expected = [request.row_count for request in requests]
     if list(row_counts) != expected or logits.shape[0] != sum(expected):
         raise ValueError(f"{list(row_counts)} rows for requests that need {expected}, and {logits.shape[0]} of logits")
     check_masks(masks, logits)
     starts = [0, *itertools.accumulate(expected)]
-    by_rule: dict[Rule, list[int]] = {}
+    by_rule: dict[Rule | None, list[int]] = {}
     found: list[int] = []  # whose tokens the step found
     for index, request in enumerate(requests):
         has_found = readback is not None and masks is None and is_plain(request.params)
@@ -116,9 +132,8 @@ def verify(
         finishes: list[tuple[list[int], Callable[[], list[SamplerOutput]]]] = []
         if readback is not None and found:
             finishes.append((found, lambda: best_outputs(readback, [(starts[i], starts[i + 1]) for i in found])))
-        has_kernels = host_copy.assumes and is_usable(logits.device)
-        others = [(None, sorted(itertools.chain(*by_rule.values())))] if has_kernels else by_rule.items()
-        for rule, indices in others:
+        together: dict[Rule | None, list[int]] = {None: sorted(itertools.chain(*by_rule.values()))}
+        for rule, indices in (together if has_kernels and host_copy.assumes else by_rule).items():
             for chunk in chunks(indices, expected, logits):
                 chosen = [requests[index] for index in chunk]
                 rows = [row for index in chunk for row in range(starts[index], starts[index + 1])]
@@ -127,6 +142,26 @@ def verify(
         return lambda: in_order(finishes)
 
     return with_one_host_copy(logits.device, compute, readback)
+
+
+def try_kernels(device: torch.device) -> None:
+    """Runs the kernels of a device beside torch, once; they are not used there if they fail or decide otherwise."""
+    TRIED.add(device)
+    tried: list[dict[str, Any]] = [{}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1, "frequency_penalty": 0.5}]
+    requests = []
+    for seed, (rule, policy) in enumerate(itertools.product((Rule.COUPLED, Rule.REJECTION), tried)):
+        params = ResolvedSamplingParams(rule, seed, 1, temperature=0.7, logprobs=2, **policy)
+        probs = (DraftProbs((3, 5), (2, 3)),) if rule is Rule.REJECTION else ()
+        requests.append(VerificationRequest(params, 0, [1, 2], (3,), probs))
+    rows = torch.randn(2 * len(requests), TRIED_WIDTH, generator=torch.Generator().manual_seed(1))
+    arguments = requests, [2] * len(requests), rows.to(device), None, None
+    try:
+        found, wanted = verified(*arguments, True), verified(*arguments, False)
+    except Exception as error:  # whatever a compiler raises: torch samples instead
+        refuse(device, (str(error).strip() or type(error).__name__).splitlines()[0])
+        return
+    if [one.recovered_token_ids for one in found] != [one.recovered_token_ids for one in wanted]:
+        refuse(device, "it chose other tokens than torch")
 
 
 def is_plain(params: ResolvedSamplingParams) -> bool:

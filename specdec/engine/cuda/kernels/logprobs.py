@@ -98,7 +98,7 @@ def logprobs_kernel(
                 )
 
 
-def logprobs(
+def row_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, recovered: torch.Tensor | None, top_count: int
 ) -> torch.Tensor:
     """Returns of each row the log-probabilities of its tokens, then the ids of its likeliest, then those's.
