@@ -6,10 +6,10 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations that launch nothing: views, and memory without numbers.
+# Operations that launch nothing: views, memory without numbers, and the host's own tensors.
 VIEWS = (
     "view _unsafe_view slice select transpose t expand unsqueeze squeeze split split_with_sizes unbind alias "
-    "as_strided detach permute reshape unfold unflatten empty new_empty"
+    "as_strided detach permute reshape unfold unflatten empty new_empty lift_fresh"
 ).split()
 
 

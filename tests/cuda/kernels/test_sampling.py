@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from specdec.decoding import device_sampler, host_copy, logprobs, verification
+from specdec.decoding import device_edits, device_sampler, host_copy, logprobs, verification
 from specdec.decoding.masks import word_count
 from specdec.decoding.prompt_logprobs import PromptRows, prompt_logprobs
 from specdec.decoding.verification import VerificationRequest, verify
@@ -53,19 +54,25 @@ EDITS: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def with_kernels(tile: int) -> Iterator[list[str]]:
-    """Samples by the kernels, with tiles of so many columns; the names of those launched."""
+    """Samples by the kernels, with tiles of so many columns; the names of those launched, and copies to the device."""
     launched: list[str] = []
-    run = kernels.run
+    run, sent = kernels.run, host_copy.sent
 
     def named(kernel: Any, *arguments: Any, **constants: Any) -> None:
         launched.append(kernel.__name__)
-        run(kernel, *arguments, **constants)
+        with _disable_current_modes():  # the interpreter computes by torch
+            run(kernel, *arguments, **constants)
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        launched.append("a copy to the device")
+        return sent(*arguments)
 
     with (
         mock.patch.multiple(kernels, TILE=tile, RANKED=4, TOUCHED_MIN=8, run=named),
         mock.patch.multiple(edit_kernels, TILE=tile, BLOCK=4, run=named),
         mock.patch.multiple(logprob_kernels, TILE=tile, run=named),
-        mock.patch.object(host_copy, "is_device", lambda device: True),
+        mock.patch.multiple(host_copy, is_device=lambda device: True, sent=counted),
+        mock.patch.object(device_edits, "sent", counted),
         mock.patch.multiple(verification, is_device=lambda device: True, is_usable=lambda device: True, TRIED={CPU}),
         mock.patch.object(logprobs, "is_usable", lambda device: True),
     ):
@@ -131,7 +138,7 @@ def test_distributions(is_tied: bool) -> None:
     wanted = sampled(requests, logits)
     with with_kernels(4) as launched:
         found = sampled(requests, logits)
-        assert len(launched) == 5
+        assert len(launched) == 6
         assert_equal(found, wanted)
         alone = [sampled([requests[index]], logits[4 * index : 4 * index + 4])[0] for index in (10, 12, 14, 23)]
     assert alone == [found[index] for index in (10, 12, 14, 23)]
@@ -165,9 +172,10 @@ def test_edits_and_logprobs(has_masks: bool) -> None:
     with with_kernels(4) as launched:
         with Dispatched() as counted:
             found = sampled(requests, logits, masks)
+        launches = [*launched, *counted.names, "the copy to the host"]
         prompt = prompt_logprobs(PromptRows(1, [0] * 4, 2), logits[8:12])
     assert_equal(found, wanted)
-    assert len(launched) - 3 + len(counted.names) <= LAUNCHES_MAX, (launched, counted.names)
+    assert len(launches) <= LAUNCHES_MAX and counted.names.count("cat") == 1, launches
     assert prompt.top_logprobs[2:4] == [*found[2].recovered_logprobs[1].top_logprobs]
     plain = requests_of(width, [{"logprobs": 0}] * len(policies))
     with pytest.raises(AssertionError):
@@ -182,7 +190,7 @@ def test_a_nucleus_beyond_the_ranked_tokens_is_found() -> None:
     wanted = sampled(requests, logits)
     with with_kernels(16) as launched, mock.patch.object(device_sampler, "ASSUMED_NUCLEUS_COLUMNS", 8):
         assert_equal(sampled(requests, logits), wanted)
-        assert len(launched) == 5
+        assert len(launched) == 6
 
 
 @interpreted
