@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Operations that launch nothing: views, memory without numbers, and the host's own tensors.
 VIEWS = (
     "view _unsafe_view slice select transpose t expand unsqueeze squeeze split split_with_sizes unbind alias "
-    "as_strided detach permute reshape unfold unflatten empty new_empty lift_fresh"
+    "as_strided detach permute reshape unfold unflatten empty new_empty lift_fresh resolve_conj "
+    "resolve_neg"
 ).split()
 
 
