@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -31,6 +32,22 @@ def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dty
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def sent_together(
+    whole: Sequence[Sequence[int]], real: Sequence[Sequence[float]], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Returns lists of whole numbers as int64, then lists of real ones as float64, on a device by one copy; each begins
+    at a multiple of 16 bytes."""
+    parts = [numpy.array(own, numpy.int64) for own in whole]
+    parts += [numpy.array(own, numpy.float64).view(numpy.int64) for own in real]
+    starts = [0, *itertools.accumulate(len(part) + len(part) % 2 or 2 for part in parts)]
+    words = numpy.zeros(starts[-1], numpy.int64)
+    for start, part in zip(starts, parts):
+        words[start : start + len(part)] = part
+    together = sent(torch.from_numpy(words), device)
+    fields = [together[start : start + len(part)] for start, part in zip(starts, parts)]
+    return *fields[: len(whole)], *(own.view(torch.float64) for own in fields[len(whole) :])
+
+
 class HostCopy:
     """The copy of one computation's results to the host, and its assumptions. `assumes`: assume instead of reading.
     `readback`: of the step before; its numbers come in the same copy."""
@@ -40,7 +57,7 @@ class HostCopy:
         self._readback = readback
         self._is_device = is_device(device)
         self._tensors: list[Tensor] = []
-        self._assumptions: list[Tensor] = []
+        self._assumptions: list[Callable[[], Any]] = []
         self._fetched: list[Any] | None = None
 
     def to_host(self, tensor: Tensor) -> Callable[[], Any]:
@@ -53,13 +70,15 @@ class HostCopy:
 
     def assume_none(self, exceptions: Tensor) -> None:
         """Records the assumption that no element is true.  # [...] bool"""
-        self._assumptions.append(exceptions.any().view(1))
+        self.assume_zero(exceptions.any().view(1))
+
+    def assume_zero(self, numbers: Tensor) -> None:
+        """Records the assumption that all numbers are 0.  # [n]"""
+        self._assumptions.append(self.to_host(numbers))
 
     def was_wrong(self) -> bool:
         """Whether an assumption failed, so that the fetched numbers are invalid."""
-        if not self._assumptions:
-            return False
-        return any(self.to_host(torch.cat(self._assumptions))())
+        return any(any(read()) for read in self._assumptions)
 
     def _read(self) -> list[Any]:
         """Copies once. Float64 holds every token id and every probability exactly."""

@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
-from specdec.decoding.verification import (
-    CHUNK_ELEMENTS,
-    CHUNK_ELEMENTS_CPU,
-    VerificationRequest,
-    position_logprobs,
-)
+from specdec.decoding.logprobs import position_logprobs
+from specdec.decoding.verification import CHUNK_ELEMENTS, CHUNK_ELEMENTS_CPU, VerificationRequest
 from specdec.engine.readback import Readback
 from specdec.protocol.types import PromptLogprobs, SamplerOutput
 

@@ -9,6 +9,7 @@ import torch
 
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cuda.backend import DeviceBackend
+from specdec.engine.cuda.graphs import RepeatedCall
 from specdec.engine.interface import Chunk, RaggedBatch, StepOutput
 from specdec.engine.scheduling.feed import Feed
 from specdec.engine.scheduling.runner import StepRunner
@@ -162,8 +163,8 @@ def test_repeated_requests_keep_their_own_results(llama: Path) -> None:
 
 def test_the_step_finds_the_best_token_and_the_sampler_computes_nothing(llama: Path) -> None:
     """Claim: under GREEDY without edits and logprobs, tokens and flags of a step are what a step on its device brings:
-    of a replayed step and of one of its own shape, chains and several sequences, the lowest id of equal logits; and
-    from the end of the forward to the tokens no operation is dispatched but one copy to the host.
+    of a replayed step and of one of its own shape, chains and several sequences, the lowest id of equal logits. Beside
+    the replay a step dispatches its copy to the device, and one back: nothing else.
 
     Conclusive: tokens of the sampler without the step's own; operations are counted by name; planted in the last lines,
     one more is noticed."""
@@ -187,8 +188,15 @@ def test_the_step_finds_the_best_token_and_the_sampler_computes_nothing(llama: P
             with Dispatched() as counted:
                 found = verify(requests, row_counts, output.logits, output.readback)
                 assert all(output.is_finite)
-            assert counted.names == [] if output.logits.device.type == "cpu" else ["_to_copy"]
+            assert counted.names == ([] if output.logits.device.type == "cpu" else ["_to_copy"])
             assert found == verify(requests, row_counts, output.logits)
+        graphs = driver.model.backend._graphs
+        assert bool(graphs) == with_graphs
+        if with_graphs:
+            graphs.update(dict.fromkeys(graphs, RepeatedCall(lambda: None)))
+            with Dispatched() as counted:
+                driver.model.forward(RaggedBatch((Chunk(tables[0].block_ids, 5, [3], 1),)))
+            assert counted.names == ["copy_"], "a step is sent by one copy and replayed"
     with Dispatched() as counted:
         verify(requests, row_counts, output.logits)
     assert counted.names == ["argmax"]

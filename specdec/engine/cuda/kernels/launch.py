@@ -8,6 +8,7 @@ kernels widen all numbers they read to float32, and in the interpreter those of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +21,26 @@ try:
 except ImportError:
     triton = tl = constexpr = None
 
+logger = logging.getLogger("specdec.engine")
+
+refused: set[torch.device] = set()
 ALIGNMENT = 16  # bytes: Triton compiles another binary for an address that is no multiple of it
 
 
 def is_there() -> bool:
     """Whether Triton is installed: only then may a kernel be launched."""
     return triton is not None
+
+
+def is_usable(device: torch.device) -> bool:
+    """Whether the kernels of the sampler run on a device: a GPU on which none of them failed."""
+    return is_there() and device.type == "cuda" and device not in refused
+
+
+def refuse(device: torch.device, reason: str) -> None:
+    """Ends the use of the sampler's kernels on a device, with a line in the log."""
+    refused.add(device)
+    logger.warning("sampling by kernels is not used on %s: %s", device, reason)
 
 
 def version() -> str | None:
