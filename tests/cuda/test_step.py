@@ -9,6 +9,7 @@ import functools
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -30,19 +31,35 @@ FOLDERS = tempfile.TemporaryDirectory(prefix="specdec-step-")
 PARENTS = (0, 1, 1, 0)  # two branches at the root, and two below the first node
 # Rows fed to each of two sequences, step by step: prompts, decodes, chains of several widths, one alone.
 ROUNDS = ((5, 9), (1, 1), (3, 1), (0, 4))
+FEW_ROUNDS = ((3, 2), (1, 1), (0, 3))
 FAMILIES = [("llama", "float16"), ("qwen3", "float16")]
 FAMILIES += [(name, "bfloat16") for name in ("qwen2", "mistral", "gemma", "gemma2", "gemma3")]
 
 
+# A model with as few programs of kernels a row as there can be, for steps of many rows.
+NARROW = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
 @functools.cache
-def folder_of(architecture: str) -> Path:
-    return make_tiny_model(Path(FOLDERS.name) / architecture, architecture, num_hidden_layers=2)
+def folder_of(name: str) -> Path:
+    """A tiny model of an architecture, of two layers, or the narrow one."""
+    entries = NARROW if name == "narrow" else {"num_hidden_layers": 2}
+    return make_tiny_model(Path(FOLDERS.name) / name, "llama" if name == "narrow" else name, **entries)
 
 
-def driver_of(architecture: str, dtype: str, with_graphs: bool = False, has_stable_rows: bool = True) -> Driver:
-    """A driver of a model without the measurement of the first step, which takes the interpreter a minute."""
-    with mock.patch.object(backend_module, "measure_drift", lambda *_: 0.0):
-        driver = device_driver(folder_of(architecture), with_graphs, dtype, 1, has_stable_rows)
+def driver_of(
+    architecture: str,
+    dtype: str,
+    with_graphs: bool = False,
+    widths: Sequence[int] = (3, 1),
+) -> Driver:
+    """A driver of a model that was tried at loading in few steps, and without the measurement of the first step: with
+    both in full the interpreter takes a minute."""
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(step_check, "WIDTHS", widths))
+        patches.enter_context(mock.patch.object(step_check, "TOKEN_COUNT", 4))
+        patches.enter_context(mock.patch.object(backend_module, "measure_drift", lambda *_: 0.0))
+        driver = device_driver(folder_of(architecture), with_graphs, dtype, 1)
         driver.feed(driver.open(4), [1], 1)
     return driver
 
@@ -58,21 +75,24 @@ def check_logits(architecture: str, dtype: str, tokens: Sequence[int], found: to
     with its 16-bit weights, than twice what `transformers` is in 16 bits."""
     kind, folder = model_class(architecture), folder_of(architecture)
     model = kind.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
-    width = found.shape[1]
+
+    def logits() -> torch.Tensor:
+        return model(torch.tensor([tokens])).logits[0, -len(found) :, : found.shape[1]].float()
+
     with torch.inference_mode():
-        rounded, exact = (
-            each(torch.tensor([tokens])).logits[0, -len(found) :, :width] for each in (model, model.float())
-        )
-    off, usual = float((found - exact).abs().max()), float((rounded.float() - exact).abs().max())
+        rounded = logits()
+        model.float()
+        exact = logits()
+    off, usual = float((found - exact).abs().max()), float((rounded - exact).abs().max())
     assert off <= 2 * usual, f"{off:.3g} off, transformers {usual:.3g}"
 
 
-def run_rounds(driver: Driver, architecture: str, dtype: str) -> None:
+def run_rounds(driver: Driver, architecture: str, dtype: str, rounds: Sequence[Sequence[int]] = ROUNDS) -> None:
     """Feeds two sequences; every step's logits are the model's."""
-    texts = [random_tokens(sum(counts), seed) for seed, counts in enumerate(zip(*ROUNDS))]
+    texts = [random_tokens(sum(counts), seed) for seed, counts in enumerate(zip(*rounds))]
     tables = [driver.open(40) for _ in texts]
     found: list[list[torch.Tensor]] = [[], []]
-    for counts in ROUNDS:
+    for counts in rounds:
         fed = [place for place, count in enumerate(counts) if count]
         feeds = [(tables[i], texts[i][tables[i].length : tables[i].length + counts[i]], counts[i]) for i in fed]
         output = driver.step(feeds)
@@ -89,14 +109,14 @@ def run_rounds(driver: Driver, architecture: str, dtype: str) -> None:
 
 @interpreted
 def test_a_step_computes_the_model() -> None:
-    """Claim: a Llama in bfloat16 runs as a step of our own kernels, found to have equal bits in steps of 1 to 17 rows;
+    """Claim: a Llama in bfloat16 runs as a step of our own kernels, found to have equal bits in steps of 1 and 17 rows;
     prompts, decodes and chains of two sequences have the logits that `transformers` has, and the lowest id of the
     largest is the step's own. Conclusive: judged by the model in float32, beside the roundings of `transformers`."""
-    driver = driver_of("llama", "bfloat16")
+    driver = driver_of("llama", "bfloat16", widths=(17, 1))
     call = call_of(driver)
     assert call is not None and call.has_equal_rows
     assert "equal bits in every step" in driver.model.description.libraries
-    run_rounds(driver, "llama", "bfloat16")
+    run_rounds(driver, "llama", "bfloat16", FEW_ROUNDS)
 
 
 @pytest.mark.more
@@ -146,7 +166,7 @@ def test_wide_steps_and_graphs_have_the_bits_of_single_rows() -> None:
     text = random_tokens(140, 5)
     found = []
     for with_graphs, pieces in ((False, [140]), (False, [64, 64, 12]), (True, [2, 1, 1, 2, 134])):
-        driver = driver_of("llama", "bfloat16", with_graphs)
+        driver = driver_of("narrow", "bfloat16", with_graphs)
         table = driver.open(150)
         rows = [driver.feed(table, text[table.length : table.length + count]).clone() for count in pieces]
         found.append(torch.cat(rows))

@@ -131,10 +131,22 @@ class DeviceStep:
             epsilon = 0.0 if norms is None else norms[0].epsilon
             rope_write(its.qkv, *angles, its.queries, *cache, rows, gains=gains, epsilon=epsilon)
         assert self._partials is not None
-        blocks = attend_blocks(rows, step.shape.key_max, shape.kv_head_count)
+        blocks, rule = attend_blocks(rows, step.shape.key_max, shape.kv_head_count), layer.rule
+        words, partials = step.words, self._partials
         for group in range(layout.group_count):
-            attend(its.queries, *cache, step.words, layout, self._partials, layer.rule, blocks, group)
-            combine(self._partials, step.words, layout, layer.rule, its.attended, group)
+            attend(
+                its.queries,
+                *cache,
+                words,
+                layout,
+                partials,
+                blocks,
+                scaling=rule.scaling,
+                window=rule.window,
+                softcap=rule.softcap,
+                group=group,
+            )
+            combine(partials, words, layout, its.attended, window=rule.window, group=group)
         _add(its, its.attended.flatten(1), layer.out, layer.after_attention, rows)
         norm = RowNorm(its.sums, layer.before_mlp.gain, layer.before_mlp.epsilon)
         weight, bias = layer.gate_up.weight, layer.gate_up.bias

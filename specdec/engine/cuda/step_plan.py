@@ -123,6 +123,7 @@ class ItemBuffer:
     def _make_views(self, buffer: torch.Tensor, shape: StepShape) -> ItemTensors:
         at = self._words_at(shape)
         wide = buffer[:at].split(self._counts(shape))
-        rows = [each[: shape.row_count] for each in wide[:3]]
+        ids, positions, slots = (each[: shape.row_count] for each in wide[:3])
         words = buffer[at:].view(torch.int32)
-        return ItemTensors(shape, self._layout_of(shape), *rows, wide[3][: shape.logit_count], words)
+        layout = self._layout_of(shape)
+        return ItemTensors(shape, layout, ids, positions, slots, wide[3][: shape.logit_count], words)
