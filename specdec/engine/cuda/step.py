@@ -32,7 +32,7 @@ from specdec.engine.cuda.step_plan import ItemTensors
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.linears import LinearProduct
 
-Cache = tuple[Tensor, Tensor]  # a layer's keys and values, each [slots, kv heads, head size]
+Cache = tuple[Tensor, ...]  # a layer's keys and values, each [slots, kv heads, head size]
 
 
 @dataclass(frozen=True, slots=True)

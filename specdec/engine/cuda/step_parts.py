@@ -97,7 +97,7 @@ class ModelParts:
 
 def restored(weight: Tensor, size: int) -> Tensor:
     """Returns the rows of an `alternated` weight or bias in their own order."""
-    groups = weight.unflatten(0, (-1, size // 2, 2))
+    groups: Tensor = weight.unflatten(0, (-1, size // 2, 2))
     return groups.transpose(1, 2).reshape(weight.shape).contiguous()
 
 

@@ -7,7 +7,9 @@ to the scratch block.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy
 import torch
 
 from specdec.engine.cuda import items
@@ -37,9 +39,14 @@ class ItemTensors:
 
 def shape_of(batch: RaggedBatch) -> StepShape:
     """Returns the shape of a batch without padding; rows alone count, whatever sequences they belong to."""
-    rows, key_max = batch.row_count, max(seen_end(chunk) for chunk in batch.chunks)
-    path_words = sum(len(path) for chunk in batch.chunks for path in chunk.paths)
-    return StepShape(rows, rows, batch.logit_count, rows, key_max, path_words=path_words)
+    rows = logits = key_max = path_words = 0
+    for chunk in batch.chunks:
+        rows += len(chunk.token_ids)
+        logits += chunk.logit_count
+        key_max = max(key_max, seen_end(chunk))
+        if chunk.paths:
+            path_words += sum(map(len, chunk.paths))
+    return StepShape(rows, rows, logits, rows, key_max, path_words=path_words)
 
 
 def captured_shapes(key_max: int, sequences_max: int) -> list[StepShape]:
@@ -48,6 +55,14 @@ def captured_shapes(key_max: int, sequences_max: int) -> list[StepShape]:
     counts = [(rows, rows) for rows in ROW_COUNTS if rows <= 2 * sequences_max]
     counts += [(rows, FEW_LOGITS) for rows, _ in counts if rows >= WIDE_ROWS]
     return [StepShape(rows, rows, logits, rows, key_max, path_words=PATH_WORDS) for rows, logits in sorted(counts)]
+
+
+class Views(NamedTuple):
+    """What one shape has of a buffer: the place of its words, its fields in the host's memory, and on the device."""
+
+    words_at: int
+    arrays: tuple[numpy.ndarray, ...]
+    tensors: ItemTensors
 
 
 class ItemBuffer:
@@ -59,7 +74,7 @@ class ItemBuffer:
     def __init__(self, layout: ItemLayout, device: torch.device):
         self._layout = layout
         self._words = PinnedWords(device)
-        self._views: dict[StepShape, tuple[ItemTensors, ItemTensors]] = {}
+        self._views: dict[StepShape, Views] = {}
         self._used = 0
 
     def reserve(self, shape: StepShape) -> None:
@@ -71,23 +86,22 @@ class ItemBuffer:
     def fill(self, batch: RaggedBatch, shape: StepShape) -> None:
         """Writes a batch, padded to `shape`, to the host's side. Raises ValueError for rows beyond their blocks."""
         self._words.wait()
-        tensors = self._views_of(shape)[0]
-        words, layout = tensors.words.numpy(), tensors.layout
-        self._used = self._words_at(shape) + -(-items.fill(words, batch, layout) // 2)
-        rows, live = layout.row_count, batch.row_count
-        ids = tensors.input_ids.numpy()
-        ids[:live] = [token for chunk in batch.chunks for token in chunk.token_ids]
-        ids[live:] = 0
-        tensors.positions.numpy()[:] = words[layout.positions_at : layout.positions_at + rows]
-        tensors.slots.numpy()[:] = words[layout.slots_at : layout.slots_at + rows]
-        found: list[int] = []
-        end = 0
+        views = self._views_of(shape)
+        ids, positions, slots, logit_rows, words = views.arrays
+        layout = views.tensors.layout
+        self._used = views.words_at + -(-items.fill(words, batch, layout) // 2)
+        tokens: list[int] = []
+        chosen: list[int] = []
         for chunk in batch.chunks:
-            end += len(chunk.token_ids)
-            found += range(end - chunk.logit_count, end)
-        logit_rows = tensors.logit_rows.numpy()
-        logit_rows[: len(found)] = found
-        logit_rows[len(found) :] = 0
+            tokens += chunk.token_ids
+            end = len(tokens)
+            chosen += range(end - chunk.logit_count, end)
+        ids[: len(tokens)] = tokens
+        ids[len(tokens) :] = 0
+        positions[:] = words[layout.positions_at : layout.slots_at]
+        slots[:] = words[layout.slots_at : layout.order_at]
+        logit_rows[: len(chosen)] = chosen
+        logit_rows[len(chosen) :] = 0
 
     def send(self, shape: StepShape) -> ItemTensors:
         """Copies the filled part to the device without waiting."""
@@ -96,7 +110,7 @@ class ItemBuffer:
 
     def views(self, shape: StepShape) -> ItemTensors:
         """Returns the device's views of a reserved shape, the same as `send` of that shape."""
-        return self._views_of(shape)[1]
+        return self._views_of(shape).tensors
 
     def _layout_of(self, shape: StepShape) -> ItemLayout:
         return replace(self._layout, row_count=shape.row_count)
@@ -110,20 +124,19 @@ class ItemBuffer:
     def _words_at(self, shape: StepShape) -> int:
         return sum(self._counts(shape))
 
-    def _views_of(self, shape: StepShape) -> tuple[ItemTensors, ItemTensors]:
-        """Returns the views of a shape in the host's memory and on the device."""
+    def _views_of(self, shape: StepShape) -> Views:
         views = self._views.get(shape)
         if views is None:
             if len(self._views) >= VIEWS_MAX:
                 self._views.clear()
-            sides = self._words.host, self._words.on_device
-            views = self._views[shape] = self._make_views(sides[0], shape), self._make_views(sides[1], shape)
+            arrays = tuple(field.numpy() for field in self._fields(self._words.host, shape))
+            tensors = ItemTensors(shape, self._layout_of(shape), *self._fields(self._words.on_device, shape))
+            views = self._views[shape] = Views(self._words_at(shape), arrays, tensors)
         return views
 
-    def _make_views(self, buffer: torch.Tensor, shape: StepShape) -> ItemTensors:
+    def _fields(self, buffer: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, ...]:
+        """Returns the fields of a shape, in the order of `ItemTensors`."""
         at = self._words_at(shape)
-        wide = buffer[:at].split(self._counts(shape))
-        ids, positions, slots = (each[: shape.row_count] for each in wide[:3])
-        words = buffer[at:].view(torch.int32)
-        layout = self._layout_of(shape)
-        return ItemTensors(shape, layout, ids, positions, slots, wide[3][: shape.logit_count], words)
+        ids, positions, slots, logit_rows = buffer[:at].split(self._counts(shape))
+        rows = (each[: shape.row_count] for each in (ids, positions, slots))
+        return *rows, logit_rows[: shape.logit_count], buffer[at:].view(torch.int32)
