@@ -24,7 +24,7 @@ from specdec.engine.cuda.step import DeviceStep
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
 from tests.engine.test_target_trees import NODE_COUNT, Chains, random_tokens, run_tree, tree_chunk
 from tests.support.device_models import device_driver
-from tests.support.engine_models import Driver, make_tiny_model, model_class
+from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, model_class
 from tests.support.interpreter import interpreted
 
 FOLDERS = tempfile.TemporaryDirectory(prefix="specdec-step-")
@@ -32,24 +32,31 @@ PARENTS = (0, 1, 1, 0)  # two branches at the root, and two below the first node
 # Rows fed to each of two sequences, step by step: prompts, decodes, chains of several widths, one alone.
 ROUNDS = ((5, 9), (1, 1), (3, 1), (0, 4))
 FEW_ROUNDS = ((3, 2), (1, 1), (0, 3))
-FAMILIES = [("llama", "float16"), ("qwen3", "float16")]
-FAMILIES += [(name, "bfloat16") for name in ("qwen2", "mistral", "gemma", "gemma2", "gemma3")]
+FAMILIES = [("llama", "float16", False), ("qwen3", "float16", False), ("gemma3", "bfloat16", True)]
+FAMILIES += [(name, "bfloat16", False) for name in ("qwen2", "mistral", "gemma", "gemma2")]
 
 
-# Models with fewer programs of kernels a row, for `make test`, and for steps of many rows.
+# Models with fewer programs of kernels a row, for `make test` and for steps of many rows: architecture and entries.
 NARROW = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-OWN_ENTRIES = {"narrow": NARROW, "shallow": NARROW | {"num_hidden_layers": 1}}
+OWN_MODELS = {
+    "narrow": ("llama", NARROW),
+    "shallow": ("llama", NARROW | {"num_hidden_layers": 1}),
+    "windowed": ("gemma3", NARROW),
+}
 
 
-def architecture_of(name: str) -> str:
-    return "llama" if name in OWN_ENTRIES else name
+def model_of(name: str) -> tuple[str, dict[str, object]]:
+    """The architecture of a model of these tests, and its entries: an architecture's own name has two layers."""
+    architecture, entries = OWN_MODELS.get(name, (name, {"num_hidden_layers": 2}))
+    if types := ARCHITECTURES[architecture][1].get("layer_types"):
+        entries = entries | {"layer_types": types[:2]}
+    return architecture, entries
 
 
 @functools.cache
 def folder_of(name: str) -> Path:
-    """A tiny model of an architecture, of two layers, or one of OWN_ENTRIES."""
-    entries = OWN_ENTRIES.get(name, {"num_hidden_layers": 2})
-    return make_tiny_model(Path(FOLDERS.name) / name, architecture_of(name), **entries)
+    architecture, entries = model_of(name)
+    return make_tiny_model(Path(FOLDERS.name) / name, architecture, **entries)
 
 
 def driver_of(
@@ -78,7 +85,7 @@ def call_of(driver: Driver) -> DeviceStep | None:
 def check_logits(architecture: str, dtype: str, tokens: Sequence[int], found: torch.Tensor) -> None:
     """Raises AssertionError unless the last rows of a text are no farther from the model's logits, computed in float32
     with its 16-bit weights, than twice what `transformers` is in 16 bits."""
-    kind, folder = model_class(architecture_of(architecture)), folder_of(architecture)
+    kind, folder = model_class(model_of(architecture)[0]), folder_of(architecture)
     model = kind.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
 
     def logits() -> torch.Tensor:
@@ -125,8 +132,7 @@ def test_a_step_computes_the_model() -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("with_graphs", [False, True])
-@pytest.mark.parametrize("architecture, dtype", FAMILIES)
+@pytest.mark.parametrize("architecture, dtype, with_graphs", FAMILIES)
 @interpreted
 def test_other_families_run_as_a_step(architecture: str, dtype: str, with_graphs: bool) -> None:
     """Claim: as above for biases, norms of heads, norms behind products, scaled embeddings, capped scores, windows and
@@ -134,33 +140,33 @@ def test_other_families_run_as_a_step(architecture: str, dtype: str, with_graphs
     driver = driver_of(architecture, dtype, with_graphs)
     assert call_of(driver) is not None and bool(driver.model.backend.graph_count) == with_graphs
     run_rounds(driver, architecture, dtype)
-    table, text, nodes = driver.open(80), random_tokens(50, 3), random_tokens(len(PARENTS), 4)
+    table, text, nodes = driver.open(60), random_tokens(44, 3), random_tokens(len(PARENTS), 4)
     driver.feed(table, text[:-1], 0)
-    driver.cache.prepare_write(table, 60)
-    chunk = Chunk(table.block_ids, 49, [text[-1], *nodes], 5, tree_paths(PARENTS, 50))
+    driver.cache.prepare_write(table, 48)
+    chunk = Chunk(table.block_ids, 43, [text[-1], *nodes], 5, tree_paths(PARENTS, 44))
     rows = driver.model.forward(RaggedBatch((chunk,))).logits.clone()
     for path, last in (([], 0), ([0], 1), ([0, 1], 2), ([0, 2], 3), ([3], 4)):
         check_logits(architecture, dtype, [*text, *(nodes[node] for node in path)], rows[last : last + 1])
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("architecture, dtype", [("llama", "bfloat16"), ("gemma3", "float16")])
+@pytest.mark.parametrize("architecture, dtype", [("narrow", "bfloat16"), ("windowed", "float16")])
 @interpreted
 def test_a_row_has_the_same_bits_in_every_step(architecture: str, dtype: str) -> None:
     """Claim: alone, in chains of 2, 4 and 8, beside three sequences and as nodes of a tree a row's logits have the same
     bits. Conclusive: the engine's own measurement of drift finds exactly 0, and a tree of ten nodes on six paths, on
     both sides of a split's border and beside a chain, has the bits of its paths as chains."""
     driver = device_driver(folder_of(architecture), False, dtype)
-    first = driver.open(150)
-    driver.feed(first, random_tokens(140, 1), 1)
+    other = driver.open(20)
+    driver.feed(other, random_tokens(9, 1), 1)
     backend = driver.model.backend
     assert backend.margins is not None and backend.margins.drift == 0.0
-    for base in (17, 126):
-        text, tokens = random_tokens(base, base), random_tokens(NODE_COUNT, 1000 + base)
-        table = driver.open(base + 40)
-        driver.feed(table, text[:-1], 1)
-        beside = [Chunk(first.block_ids, 140, [1, 2, 3], 3)]
-        Chains(driver, text).check(run_tree(driver, table, tree_chunk(driver, table, text[-1], tokens), beside), tokens)
+    text, tokens = random_tokens(126, 3), random_tokens(NODE_COUNT, 4)
+    table = driver.open(166)
+    driver.feed(table, text[:-1], 1)
+    beside = [Chunk(other.block_ids, 9, [1, 2, 3], 3)]
+    rows = run_tree(driver, table, tree_chunk(driver, table, text[-1], tokens), beside)
+    Chains(driver, text).check(rows, tokens)
 
 
 @pytest.mark.more
@@ -188,7 +194,7 @@ def test_hidden_states_and_features_are_those_of_the_modules() -> None:
         with mock.patch.object(
             backend_module, "device_step", (lambda *_: None) if is_refused else step_check.device_step
         ):
-            driver = driver_of("llama", "bfloat16")
+            driver = driver_of("narrow", "bfloat16")
         assert (call_of(driver) is None) == is_refused
         driver = Driver(driver.model)
         layer_alone = driver.model.return_hidden()
@@ -248,13 +254,13 @@ def test_a_faulty_kernel_is_replaced_by_the_modules(fault: str) -> None:
     logger.addHandler(handler)
     try:
         with mock.patch.object(step_module, name, broken):
-            driver = driver_of("llama", "bfloat16")
+            driver = driver_of("narrow", "bfloat16")
     finally:
         logger.removeHandler(handler)
     assert call_of(driver) is None and "triton" not in driver.model.description.libraries
     assert len(lines) == 1 and reason in lines[0] and "\n" not in lines[0] and "runs module by module" in lines[0]
     with mock.patch.object(backend_module, "device_step", lambda *_: None):
-        plain = driver_of("llama", "bfloat16")
+        plain = driver_of("narrow", "bfloat16")
     tokens = random_tokens(9, 8)
     assert torch.equal(driver.feed(driver.open(20), tokens), plain.feed(plain.open(20), tokens))
 
