@@ -6,6 +6,8 @@ in 32 bits lands in the lower half, which stays zero, instead of outside.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from triton.runtime.interpreter import interpreter_builder
 
@@ -18,10 +20,9 @@ DTYPE = torch.bfloat16
 FAR = 2**31
 
 
-def upper(rows: int, *shape: int) -> torch.Tensor:
-    """[rows, *shape] zeros behind as many elements that no test touches."""
-    width = int(torch.tensor(shape).prod())
-    return reserved(FAR + rows * width, DTYPE)[FAR:].view(rows, *shape)
+def upper(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    """Zeros of this shape behind 2^31 elements that no test touches."""
+    return reserved(FAR + math.prod(shape), dtype)[FAR:].view(shape)
 
 
 @interpreted
@@ -59,37 +60,38 @@ def test_slots_and_ids_may_be_far() -> None:
 def test_tiles_of_a_weight_may_be_far() -> None:
     """Claim: products read weights, and the output layer writes logits, more than 2^31 elements behind the first.
 
-    Conclusive: of a grid of millions of tiles the last is run alone, and what it computes is compared.
+    Conclusive: of a grid of millions of tiles the last is run alone, that of the last rows and the last outputs, and
+    what it computes is compared.
     """
-    inputs, rows = 64, 2
+    inputs, rows = 64, 66
     outputs = FAR // inputs + 128
     weight = upper(outputs, inputs)
     weight[-64:] = weight_of(64, inputs, DTYPE)
     x = rows_of(rows, inputs, DTYPE)
-    expected = x[:rows].float() @ weight[-64:].float().t()
+    expected = x[64:rows].float() @ weight[-64:].float().t()
     out = upper(rows, outputs)
     with last_tile_alone():
         products.product(x, weight, out, rows)
-    assert_near(out[:, -16:], expected[:, -16:], DTYPE)
+    assert_near(out[64:, -16:], expected[:, -16:], DTYPE)
     tiles = head_tiles(outputs)
-    logits = reserved(2 * FAR, torch.float32)[: rows * outputs].view(rows, outputs)
-    best, ids, finite = (reserved(rows * tiles, kind).view(rows, tiles) for kind in (torch.float32, *[torch.int32] * 2))
+    logits = upper(rows, outputs, dtype=torch.float32)
+    best, ids, finite = (upper(rows, tiles, dtype=kind) for kind in (torch.float32, torch.int32, torch.int32))
     with last_tile_alone():
         products.head(x, weight, logits, best, ids, finite, rows)
-    assert_near(logits[:, -64:], expected, torch.float32)
-    assert ids[:, -1].tolist() == (outputs - 64 + expected.argmax(1)).tolist()
+    assert_near(logits[64:, -64:], expected, torch.float32)
+    assert ids[64:, -1].tolist() == (outputs - 64 + expected.argmax(1)).tolist()
 
 
 class last_tile_alone:
-    """Grids [row tiles, tiles] have one program: that of the last tile of the first rows."""
+    """Grids [row tiles, tiles] have one program: that of the last tile of the last rows."""
 
     def __enter__(self) -> None:
         self._dim, self._index = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
         self._launch = products.launch
 
         def launch(kernel: object, grid: tuple[int, int], *arguments: object, **more: object) -> None:
-            interpreter_builder.set_grid_dim = lambda *_: self._dim(1, grid[1], 1)
-            interpreter_builder.set_grid_idx = lambda *_: self._index(0, grid[1] - 1, 0)
+            interpreter_builder.set_grid_dim = lambda *_: self._dim(*grid, 1)
+            interpreter_builder.set_grid_idx = lambda *_: self._index(grid[0] - 1, grid[1] - 1, 0)
             self._launch(kernel, (1, 1), *arguments, **more)
 
         products.launch = launch
