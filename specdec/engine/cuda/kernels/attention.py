@@ -22,8 +22,8 @@ BLOCKS_MAX = 1024  # blocks of threads of one launch: some 8 a multiprocessor, a
 @dataclass(frozen=True, slots=True)
 class AttendConfig:
     """How `attend` computes an item: `lanes`, rows times query heads that share a key head, 16 or 32 (with 64 Triton
-    takes another tensor-core instruction); `heads` of them, all of a key head's or a part; `stages` of keys and values
-    whose loads are under way; `warps` of 32 threads. A function of a model's shape alone."""
+    takes another tensor-core instruction); `heads` of them, all of a key head's or a part; `stages` of a turn of its
+    loop, in which loads are under way; `warps` of 32 threads. A function of a model's shape alone."""
 
     lanes: int
     heads: int
@@ -43,7 +43,11 @@ def attend_config(head_count: int, kv_head_count: int, head_size: int) -> Attend
         limits = "heads a multiple of key heads, head size a multiple of 8 from 16 to 256"
         raise ValueError(f"{head_count} heads, {kv_head_count} key heads of size {head_size}; they must be {limits}")
     lanes = 16 if group <= 4 else 32  # four rows or more in most shapes
-    return AttendConfig(lanes, min(group, lanes), stages=3 if head_size <= 128 else 2, warps=4)
+    heads = min(group, lanes)
+    # Four warps have too few registers for wide heads, or for many lanes divided by no power of two.
+    is_large = head_size > 128 or (head_size > 64 and lanes == 32 and heads & (heads - 1) > 0)
+    # A turn's slots are loaded before its keys: five stages have two turns of each under way.
+    return AttendConfig(lanes, heads, stages=5, warps=8 if is_large else 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,8 @@ def split_of(position):
 def key_slots(words_ptr, keys, known, table, base, path, BLOCK_SIZE: constexpr):
     """The slots of keys at these positions, int64: see `items.ItemLayout`."""
     in_table = keys < base
-    block = tl.load(words_ptr + table + keys // BLOCK_SIZE, mask=known & in_table, other=0).to(tl.int64)
-    own = tl.load(words_ptr + path + keys - base, mask=known & (keys >= base), other=0).to(tl.int64)
-    return tl.where(in_table, block * BLOCK_SIZE + keys % BLOCK_SIZE, own)
+    word = tl.load(words_ptr + tl.where(in_table, table + keys // BLOCK_SIZE, path + keys - base), mask=known, other=0)
+    return tl.where(in_table, word.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE, word)
 
 
 @jit()
