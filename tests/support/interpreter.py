@@ -23,11 +23,12 @@ needs_triton = pytest.mark.skipif(
 
 
 def interpret() -> None:
-    """Prepares the process: kernels are interpreted, with two corrections. Numbers are rounded to bfloat16 as a GPU
+    """Prepares the process: kernels are interpreted, with two changes. Numbers are rounded to bfloat16 as a GPU
     does, to the nearest and if two are near to the even one: the interpreter cuts them off. And a product of bfloat16
     numbers, which it computes wrongly and without an error, is an error."""
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
+    np.seterr(invalid="ignore")  # tests have numbers that are none
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot

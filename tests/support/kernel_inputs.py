@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 BEYOND = 3  # rows beyond the step's, which no kernel may read or write
@@ -55,3 +57,9 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, ro
     """Equal but for roundings to `dtype`: a product that lacks one input or has one twice is not."""
     unit = ROUNDING[dtype] * roundings
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=unit, atol=unit * float(theirs.float().std()))
+
+
+def reserved(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count] zeros of which only those that are touched take memory: a tensor too large for the machine."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python 3.13 names first
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags=flags), dtype=dtype)

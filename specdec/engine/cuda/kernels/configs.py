@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 ROWS = 16  # rows of a tile: the short side of a tensor core's instruction, twice
 HEAD_TILE = 64  # ids of a tile of the output layer
-WIDE_OUTPUTS = 8192  # from so many outputs on there are enough tiles of 32 to keep every multiprocessor busy
+WIDE_OUTPUTS = 8192  # this many outputs are enough tiles of 32 to keep every multiprocessor busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def product_config(outputs: int, inputs: int) -> ProductConfig:
 
 
 def output_tile(outputs: int) -> int:
-    """The tile of a product with so many outputs: sums of squares of a row come one for each tile."""
+    """The tile of a product with this number of outputs: sums of squares of a row come one for each tile."""
     return 16 if outputs < WIDE_OUTPUTS else 32
 
 

@@ -18,6 +18,7 @@ def rms_norm_kernel(
     residual_ptr,
     sums_ptr,
     finite_ptr,
+    index_ptr,
     WIDTH: constexpr,
     TILE: constexpr,
     PARTS: constexpr,
@@ -26,6 +27,7 @@ def rms_norm_kernel(
     RESIDUAL: constexpr,
     SUMS: constexpr,
     FINITE: constexpr,
+    INDEX: constexpr,
     STAGES: constexpr,
 ):
     """One row of `rms_norm`, as [PARTS, TILE]."""
@@ -35,7 +37,8 @@ def rms_norm_kernel(
     inside = columns < WIDTH
     at = row * WIDTH + columns
     out = out_ptr.dtype.element_ty
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    source = tl.load(index_ptr + row) if INDEX else row
+    x = tl.load(x_ptr + source * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / WIDTH + EPSILON)
     y = (x * scale * gain).to(out).to(tl.float32)
@@ -58,12 +61,14 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
     finite: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
 ) -> None:
     """Writes out = x / sqrt(mean(x^2) + epsilon) * gain, rounded once, + residual for the first `rows` rows.
 
     x, residual and out [>= rows, width] of one 16-bit type, of which any two may be one tensor; gain [width] float32 or
     16-bit, 1 + weight where the model says so. `sums` [>= rows, sum_parts(width)] float32: see `product`. `finite`
-    [>= rows] int32 gets 1 if all that was written of a row is finite, else 0.
+    [>= rows] int32 gets 1 if all that was written of a row is finite, else 0. With `index` [>= rows] int64, row i is
+    that of x[index[i]], and `out` is another tensor.
     """
     width = x.shape[1]
     parts = sum_parts(width)
@@ -76,6 +81,7 @@ def rms_norm(
         residual,
         sums,
         finite,
+        index,
         WIDTH=width,
         TILE=output_tile(width),
         PARTS=parts,
@@ -84,6 +90,7 @@ def rms_norm(
         RESIDUAL=residual is not None,
         SUMS=sums is not None,
         FINITE=finite is not None,
+        INDEX=index is not None,
         warps=4 if width <= 4096 else 8,
         stages=1,
     )

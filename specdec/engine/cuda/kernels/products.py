@@ -40,8 +40,8 @@ def alternated(weight: torch.Tensor, size: int) -> torch.Tensor:
     """Returns rows of a weight [n * size, inputs], or a bias [n * size], in the order in which kernels take pairs: of
     every `size` rows 0, size/2, 1, size/2 + 1, ... For gate and up, one above the other, `size` is all rows; for heads
     it is the head's size."""
-    groups = weight.unflatten(0, (-1, 2, size // 2))
-    return groups.transpose(1, 2).reshape(weight.shape).contiguous()
+    halves = weight.view(-1, 2, size // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 @jit()

@@ -74,11 +74,9 @@ def qkv_rope_kernel(
     if head < HEADS:
         place = query_ptr + (rows.to(tl.int64) * HEADS + head)[None, :] * SIZE + inner[:, None]
     else:
+        cache_ptr = key_ptr if head < HEADS + KV_HEADS else value_ptr
         slots = tl.load(slot_ptr + rows, mask=live, other=0)
-        if head < HEADS + KV_HEADS:
-            place = key_ptr + (slots * KV_HEADS + (head - HEADS))[None, :] * SIZE + inner[:, None]
-        else:
-            place = value_ptr + (slots * KV_HEADS + (head - HEADS - KV_HEADS))[None, :] * SIZE + inner[:, None]
+        place = cache_ptr + (slots * KV_HEADS + (head - HEADS) % KV_HEADS)[None, :] * SIZE + inner[:, None]
     tl.store(place, a.to(out), mask=live[None, :])
     tl.store(place + SIZE // 2, b.to(out), mask=live[None, :])
 
@@ -184,10 +182,9 @@ def rope_write_kernel(
         a, b = rotated(a, b, cos, sin)
     if head < HEADS:
         place = query_ptr + (row * HEADS + head) * SIZE + inner
-    elif head < HEADS + KV_HEADS:
-        place = key_ptr + (tl.load(slot_ptr + row) * KV_HEADS + (head - HEADS)) * SIZE + inner
     else:
-        place = value_ptr + (tl.load(slot_ptr + row) * KV_HEADS + (head - HEADS - KV_HEADS)) * SIZE + inner
+        cache_ptr = key_ptr if head < HEADS + KV_HEADS else value_ptr
+        place = cache_ptr + (tl.load(slot_ptr + row) * KV_HEADS + (head - HEADS) % KV_HEADS) * SIZE + inner
     tl.store(place, a.to(out), mask=inside)
     tl.store(place + SIZE // 2, b.to(out), mask=inside)
 
