@@ -7,7 +7,7 @@ on the rows beside it: on a CPU in id order, by a device's kernels in tiles.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,18 +17,28 @@ from specdec.decoding.host_copy import HostCopy, sent, sent_together
 from specdec.engine.cuda.kernels.launch import is_usable
 from specdec.engine.cuda.kernels.logprobs import row_logprobs
 from specdec.protocol.tree_shape import children
-from specdec.protocol.types import PositionLogprobs
-
-if TYPE_CHECKING:
-    from specdec.decoding.verification import VerificationRequest
+from specdec.protocol.types import PositionLogprobs, ResolvedSamplingParams
 
 # Of a request: of each draft token, and per row of the recovered token.
 Reported: TypeAlias = tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]
 Lines: TypeAlias = list[list[PositionLogprobs]]  # per row an entry for each of its tokens
 
 
+class Drafted(Protocol):
+    """What is read of a `VerificationRequest`."""
+
+    @property
+    def params(self) -> ResolvedSamplingParams: ...
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def parents(self) -> tuple[int, ...]: ...
+    @property
+    def row_count(self) -> int: ...
+
+
 def logprobs_of_rows(
-    requests: Sequence[VerificationRequest],
+    requests: Sequence[Drafted],
     recovered: Tensor,
     logits: Tensor,
     places: Sequence[slice],
@@ -37,7 +47,7 @@ def logprobs_of_rows(
     """Returns for each request a function for the log-probabilities of draft and recovered tokens; none for one that
     has no `logprobs`. `recovered` [rows] int64; `places`: the rows of each request."""
 
-    def of(request: VerificationRequest, place: slice) -> Callable[[], Reported]:
+    def of(request: Drafted, place: slice) -> Callable[[], Reported]:
         if request.params.logprobs is None:
             return nothing
         filled = sent(draft_tokens(request), logits.device, torch.int64)
@@ -49,7 +59,7 @@ def logprobs_of_rows(
 
 
 def logprobs_by_kernels(
-    requests: Sequence[VerificationRequest],
+    requests: Sequence[Drafted],
     recovered: Tensor,
     logits: Tensor,
     places: Sequence[slice],
@@ -69,7 +79,7 @@ def logprobs_by_kernels(
     lines = entries_of(found, most, host_copy)
     starts = {row: index for index, row in enumerate(rows)}
 
-    def of(request: VerificationRequest, place: slice) -> Callable[[], Reported]:
+    def of(request: Drafted, place: slice) -> Callable[[], Reported]:
         count = request.params.logprobs
         if count is None:
             return nothing
@@ -84,14 +94,14 @@ def nothing() -> Reported:
     return (), ()
 
 
-def draft_tokens(request: VerificationRequest) -> list[list[int]]:
+def draft_tokens(request: Drafted) -> list[list[int]]:
     """Returns the draft tokens that follow each row, padded with 0 to the same number."""
     following = children(request.parents, len(request.draft_token_ids))
     most = max(map(len, following))
     return [[request.draft_token_ids[index] for index in row] + [0] * (most - len(row)) for row in following]
 
 
-def reported(request: VerificationRequest, lines: Lines) -> Reported:
+def reported(request: Drafted, lines: Lines) -> Reported:
     """Returns a request's log-probabilities; of each line the first entry is the recovered token's."""
     following = children(request.parents, len(request.draft_token_ids))
     of_draft = {index: entry.logprob for row, line in zip(following, lines) for index, entry in zip(row, line[1:])}

@@ -214,7 +214,7 @@ class DeviceBackend:
         return StepOutput(result.logits[:count], flags, hidden, features, readback)
 
     def _found(self, result: StepResult) -> DeviceResult:
-        """Returns the results as they are kept. A draft's best ids are not: nobody reads them."""
+        """Returns the results as they are kept. A draft's best ids are not: no sampler reads them."""
         if self._has_trees:
             numbers = result.is_finite.to(torch.int64)
         else:

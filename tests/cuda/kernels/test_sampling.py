@@ -54,7 +54,7 @@ EDITS: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def with_kernels(tile: int) -> Iterator[list[str]]:
-    """Samples by the kernels, with tiles of so many columns; the names of those launched, and copies to the device."""
+    """Samples by the kernels, with tiles of `tile` columns; the names of those launched, and copies to the device."""
     launched: list[str] = []
     run, sent = kernels.run, host_copy.sent
 
