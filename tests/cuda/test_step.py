@@ -213,6 +213,27 @@ def test_hidden_states_and_features_are_those_of_the_modules() -> None:
     step_check.expect_near("the output layer alone", again, logits)
 
 
+@pytest.mark.more
+@interpreted
+def test_not_a_number_is_reported_for_its_sequence_only() -> None:
+    """Claim: not-a-number in one sequence's cache marks that sequence's flag and no other. Conclusive: the neighbour's
+    logits have the bits of a clean step."""
+    driver = driver_of("narrow", "bfloat16")
+    tables = [driver.open(20) for _ in range(2)]
+    for table in tables:
+        driver.feed(table, random_tokens(3, 1))
+    feeds = [(table, [5, 6], 2) for table in tables]
+    clean = driver.step(feeds).logits.clone()
+    for table in tables:
+        driver.cache.truncate(table, 3)
+    backend = driver.model.backend
+    assert isinstance(backend, DeviceBackend) and backend._storage is not None
+    backend._storage.layers[1][:, tables[1].block_ids[0], 1] = torch.nan
+    output = driver.step(feeds)
+    assert tuple(output.is_finite) == (True, False)
+    assert torch.equal(output.logits[:2], clean[:2])
+
+
 def raising(*_: object, **__: object) -> None:
     raise RuntimeError("out of resource: shared memory\nand a long explanation")
 

@@ -32,7 +32,7 @@ from specdec.engine.cuda.step_plan import ItemTensors
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.linears import LinearProduct
 
-Cache = tuple[Tensor, ...]  # a layer's keys and values, each [slots, kv heads, head size]
+Cache = tuple[Tensor, Tensor]  # a layer's keys and values, each [slots, kv heads, head size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class DeviceStep:
         )
 
     def reserve(self, positions_max: int) -> None:
-        """Makes the memory of attention for sequences of at most so many positions, before any step."""
+        """Makes the memory of attention for sequences of at most `positions_max` positions, before any step."""
         shape = self.parts.shape
         self._partials = make_partials(
             GROUP_ROWS, shape.head_count, shape.head_size, positions_max, self.parts.table.device

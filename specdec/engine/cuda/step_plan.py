@@ -20,7 +20,7 @@ from specdec.engine.interface import RaggedBatch
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, GROUP_ROWS)  # of captured steps
 FEW_LOGITS = 4  # captured beside steps whose rows all have logits, from WIDE_ROWS on: parts of prompts
 WIDE_ROWS = 32
-PATH_WORDS = 64 * GROUP_ROWS  # room for cells of paths in a captured step
+PATH_WORDS = 64 * GROUP_ROWS  # words for cells of paths in a captured step
 
 
 @dataclass(frozen=True, slots=True)
