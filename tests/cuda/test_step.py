@@ -17,14 +17,16 @@ import pytest
 import torch
 
 from specdec.engine.cuda import backend as backend_module
+from specdec.engine.cuda import near_ties, step_check
 from specdec.engine.cuda import step as step_module
-from specdec.engine.cuda import step_check
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.cuda.step import DeviceStep
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
-from tests.engine.test_target_trees import NODE_COUNT, Chains, random_tokens, run_tree, tree_chunk
+from specdec.protocol.tree_shape import branches, path_tokens
+from tests.engine.test_target_trees import NODE_COUNT
+from tests.engine.test_target_trees import PARENTS as SIX_PATHS
 from tests.support.device_models import device_driver
-from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, model_class
+from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, model_class, random_tokens
 from tests.support.interpreter import interpreted
 
 FOLDERS = tempfile.TemporaryDirectory(prefix="specdec-step-")
@@ -150,23 +152,31 @@ def test_other_families_run_as_a_step(architecture: str, dtype: str, with_graphs
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("architecture, dtype", [("narrow", "bfloat16"), ("windowed", "float16")])
+@pytest.mark.parametrize("name, dtype", [("narrow", "bfloat16"), ("windowed", "float16")])
 @interpreted
-def test_a_row_has_the_same_bits_in_every_step(architecture: str, dtype: str) -> None:
-    """Claim: alone, in chains of 2, 4 and 8, beside three sequences and as nodes of a tree a row's logits have the same
-    bits. Conclusive: the engine's own measurement of drift finds exactly 0, and a tree of ten nodes on six paths, on
-    both sides of a split's border and beside a chain, has the bits of its paths as chains."""
-    driver = device_driver(folder_of(architecture), False, dtype)
-    other = driver.open(20)
-    driver.feed(other, random_tokens(9, 1), 1)
-    backend = driver.model.backend
-    assert backend.margins is not None and backend.margins.drift == 0.0
-    text, tokens = random_tokens(126, 3), random_tokens(NODE_COUNT, 4)
-    table = driver.open(166)
-    driver.feed(table, text[:-1], 1)
-    beside = [Chunk(other.block_ids, 9, [1, 2, 3], 3)]
-    rows = run_tree(driver, table, tree_chunk(driver, table, text[-1], tokens), beside)
-    Chains(driver, text).check(rows, tokens)
+def test_a_row_has_the_same_bits_in_every_step(name: str, dtype: str) -> None:
+    """Claim: alone, in chains of 2, 4 and 8, beside another sequence and as a node of a tree a row's logits have the
+    same bits. Conclusive: the engine's own measurement of drift finds exactly 0, and a tree of ten nodes on six paths,
+    on both sides of a split's border and behind a chain, has the bits of its paths as chains after the same keys."""
+    with (
+        mock.patch.multiple(near_ties, PREFIX_COUNT=12, NEIGHBOUR_COUNT=1),
+        mock.patch.object(step_check, "WIDTHS", (1,)),
+    ):
+        driver = device_driver(folder_of(name), False, dtype)
+        driver.feed(driver.open(4), [1], 1)
+    backend, forward = driver.model.backend, driver.model.forward
+    assert isinstance(backend, DeviceBackend) and backend.margins is not None and backend._storage is not None
+    assert backend.margins.drift == 0.0
+    for layer in backend._storage.layers:
+        layer[:, 1:] = torch.randn(layer[:, 1:].shape, generator=torch.Generator().manual_seed(0))
+    tokens, base, blocks = random_tokens(NODE_COUNT, 4), 126, range(1, 12)
+    tree = Chunk(blocks, base - 1, [5, *tokens], NODE_COUNT + 1, tree_paths(SIX_PATHS, base))
+    rows = forward(RaggedBatch((Chunk([13], 9, [1, 2, 3], 3), tree))).logits[3:].clone()
+    parts = branches(SIX_PATHS, NODE_COUNT)
+    for part, path in zip(parts, path_tokens(parts, tokens)):
+        chain = forward(RaggedBatch((Chunk(blocks, base - 1, [5, *path], len(path) + 1),))).logits
+        first = part.start + 1 if part.start else 0
+        assert torch.equal(rows[first : part.end + 1], chain[part.depth + (part.start > 0) :]), part
 
 
 @pytest.mark.more

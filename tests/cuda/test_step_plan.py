@@ -53,7 +53,7 @@ def test_a_plan_is_the_batch_and_its_padding() -> None:
 def test_every_step_of_few_rows_has_a_captured_shape() -> None:
     """Claim: any step of up to 128 rows, of one sequence or as many as rows, chains or trees, with any logits and at
     any length of the cache, is held by a captured shape of less than twice its rows; one with more cells in paths than
-    a captured step has words for, or with more rows, is not. A prompt's part does not compute logits of all its rows."""
+    a captured step has words for, or with more rows, is not. A prompt's part computes few logits."""
     shapes = captured_shapes(5000, 64)
     for rows in range(1, 129):
         for count, logits in ((1, 1), (1, rows), (rows, rows), (1, 0)):
