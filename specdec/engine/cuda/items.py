@@ -136,7 +136,7 @@ def fill(words: numpy.ndarray, batch: RaggedBatch, layout: ItemLayout) -> int:
     found += step.tiles
     for items in step.lists:
         found += items
-    memoryview(words)[:at] = array("i", found)
+    words.data[:at] = array("i", found)
     return at
 
 
@@ -278,7 +278,7 @@ def _fill_chains(words: numpy.ndarray, chunks: Sequence[Chunk], layout: ItemLayo
     _check_room(live, layout, at, words)
     rows = numpy.zeros((3, layout.row_count), dtype=numpy.int64)
     rows[:, :live], rows[1, live:] = (positions, slots, order), layout.scratch_slot
-    parts = [header, rows.ravel(), table, tiles.ravel(), *lists]
+    parts: list[numpy.ndarray] = [numpy.array(header), rows.ravel(), table, tiles.ravel(), *lists]
     numpy.concatenate(parts, out=words[:at], casting="same_kind")
     return at
 
@@ -289,7 +289,8 @@ def _items(starts: numpy.ndarray, ends: numpy.ndarray, window: int | None) -> nu
     low = 0 if window is None else SPLIT_OF[numpy.maximum(starts - (window - 1), 0) // 128]
     counts = last - low + 1
     before = (numpy.arange(len(starts)) << TILE_SHIFT) + low + counts - counts.cumsum()
-    return numpy.arange(int(counts.sum())) + before.repeat(counts)
+    items: numpy.ndarray = numpy.arange(int(counts.sum())) + before.repeat(counts)
+    return items
 
 
 def check_blocks(start: int, end: int, chunk: Chunk, block_size: int) -> None:
@@ -306,10 +307,8 @@ def path_groups(paths: Sequence[Sequence[int]]) -> list[list[int]]:
     for leaf in sorted(left, key=lambda node: -len(paths[node])):
         if leaf not in left:
             continue
-        path = [*paths[leaf]]
-        above = [node_of.get(cell, leaf) for cell in path[:-1]]
-        group = [n for depth, n in enumerate(above, 1) if n in left and n != leaf and [*paths[n]] == path[:depth]]
-        group.append(leaf)
+        above = (node_of.get(cell) for cell in paths[leaf])  # None: its row ran in an earlier step
+        group = [node for node in above if node in left]
         left.difference_update(group)
         groups.append(group)
     return groups

@@ -91,8 +91,8 @@ class Layer:
         words = numpy.zeros(layout.word_count(len(chunks), POSITIONS_MAX, 100), dtype=numpy.int32)
         fill(words, RaggedBatch(tuple(chunks)), layout)
         partials = make_partials(layout.row_count, case.heads, case.size, POSITIONS_MAX, CPU)
-        for each in (partials.values, partials.maxima, partials.sums):
-            each.fill_(torch.nan)
+        for each, poison in ((partials.values, torch.nan), (partials.maxima, torch.inf), (partials.sums, torch.nan)):
+            each.fill_(poison)
         nothing = torch.full((padding, *queries.shape[1:]), torch.nan, dtype=case.dtype)
         queries, on_device = torch.cat((queries, nothing)), torch.from_numpy(words)
         out = torch.full_like(queries, torch.nan)
@@ -142,7 +142,7 @@ def test_attention_is_that_of_plain_arithmetic(case: Case) -> None:
     softcaps, grouped heads, one split and many, blocks of several sizes.
 
     Conclusive: float32 arithmetic over the cells that a row sees; a key too many is NaN, one that is missing or twice
-    is off by more than the roundings, results not written are NaN, and so are those read without having been."""
+    is off by more than the roundings; results not written, and those read without having been, are no numbers."""
     chunks = chunks_of(case)
     layer = Layer(case, chunks)
     assert_near(layer.run(chunks, layer.queries, padding=3), layer.expected(chunks), case.dtype)
@@ -219,13 +219,15 @@ def test_a_prompt_has_the_bits_of_decodes() -> None:
 def test_slots_may_be_far() -> None:
     """Claim: keys and values are read from slots more than 2^31 elements behind the first, by a table and by a path.
 
-    Conclusive: what lies at the offset that wraps around in 32 bits is zero, and the result is that of near slots."""
+    Conclusive: an offset that wraps around in 32 bits lands in zeros before the first slot, and the result is that of
+    near slots."""
     case = Case(2, 1, 64, ((30, 2, (0, 0)),))
     (chunk,) = chunks_of(case)
     layer = Layer(case, [chunk])
     near = layer.run([chunk], layer.queries)
     shift = 2**31 // (64 * 16) + 1  # blocks
-    far = [reserved((shift * 16 + len(layer.keys)) * 64, BF16).view(-1, 1, 64) for _ in range(2)]
+    count = (shift * 16 + len(layer.keys)) * 64
+    far = [reserved(2**31 + count, BF16)[2**31 :].view(-1, 1, 64) for _ in range(2)]
     for place, its in zip(far, (layer.keys, layer.values)):
         place[shift * 16 :] = its
     layer.keys, layer.values = far
