@@ -34,10 +34,8 @@ PARENTS = (0, 1, 1, 0)  # two branches at the root, and two below the first node
 # Rows fed to each of two sequences, step by step: prompts, decodes, chains of several widths, one alone.
 ROUNDS = ((5, 9), (1, 1), (3, 1), (0, 4))
 FEW_ROUNDS = ((3, 2), (1, 1), (0, 3))
-FAMILIES = [("llama", "float16", False), ("qwen3", "float16", False), ("gemma3", "bfloat16", True)]
-FAMILIES += [(name, "bfloat16", False) for name in ("qwen2", "mistral", "gemma", "gemma2")]
-
-
+FAMILIES = [("qwen2", "bfloat16", False), ("gemma", "bfloat16", False), ("gemma3", "float16", True)]
+FAMILIES += [(name, "float16", False) for name in ("llama", "qwen3", "mistral", "gemma2")]
 # Models with fewer programs of kernels a row, for `make test` and for steps of many rows: architecture and entries.
 NARROW = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 OWN_MODELS = {
@@ -86,7 +84,7 @@ def call_of(driver: Driver) -> DeviceStep | None:
 
 def check_logits(architecture: str, dtype: str, tokens: Sequence[int], found: torch.Tensor) -> None:
     """Raises AssertionError unless the last rows of a text are no farther from the model's logits, computed in float32
-    with its 16-bit weights, than twice what `transformers` is in 16 bits."""
+    with its 16-bit weights, than three times what `transformers` is in 16 bits."""
     kind, folder = model_class(model_of(architecture)[0]), folder_of(architecture)
     model = kind.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
 
@@ -97,8 +95,8 @@ def check_logits(architecture: str, dtype: str, tokens: Sequence[int], found: to
         rounded = logits()
         model.float()
         exact = logits()
-    off, usual = float((found - exact).abs().max()), float((rounded - exact).abs().max())
-    assert off <= 2 * usual, f"{off:.3g} off, transformers {usual:.3g}"
+    off, usual = float((found - exact).norm()), float((rounded - exact).norm())
+    assert off <= 3 * usual, f"{off:.3g} off, transformers {usual:.3g}"
 
 
 def run_rounds(driver: Driver, architecture: str, dtype: str, rounds: Sequence[Sequence[int]] = ROUNDS) -> None:
