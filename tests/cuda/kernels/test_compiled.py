@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,17 @@ def test_no_kernel_computes_with_bfloat16() -> None:
             text = intermediate(launch)
             assert "tt.func" in text and "bf16" in text or name == "pick"
             assert not ARITHMETIC.search(text), (name, ARITHMETIC.findall(text))
+
+
+# Heads, heads of keys and their size, of models whose groups of heads fill lanes in other ways.
+HEADS = ((24, 8, 128), (28, 4, 128), (40, 8, 128), (64, 8, 128), (8, 1, 256), (71, 1, 64), (32, 32, 80), (32, 32, 96))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("heads, kv_heads, size", HEADS)
+def test_attention_fits_for_every_group_of_heads(heads: int, kv_heads: int, size: int, capability: int) -> None:
+    """Claim: as above for attention with 16 and 32 lanes, groups of heads that are no power of two, more heads than
+    lanes, and sizes that are padded. Conclusive: as above."""
+    model = replace(MODELS["llama-8b"], heads=heads, kv_heads=kv_heads, size=size)
+    check("attend", step_of(model)["attend"], capability)
