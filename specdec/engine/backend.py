@@ -23,8 +23,9 @@ StepAttention = AttentionMetadata | EncoderDecoderMetadata  # of a decoder alone
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits], rows first, or [rows], each for
-    its logits too, bool or int32; `hidden` [logits, hidden] and `features` [rows, layers * hidden], if the model returns them;
-    `best_ids` [logits] int64, the lowest id with each row's largest logit, if the step's own kernels find it."""
+    its logits too, bool or int32; `hidden` [logits, hidden] and `features` [rows, layers * hidden], if the model
+    returns them; `best_ids` [logits] int64, the lowest id with each row's largest logit, if the step's own kernels find
+    it."""
 
     logits: torch.Tensor
     is_finite: torch.Tensor
