@@ -126,7 +126,7 @@ def test_a_chain_reads_its_past(tile_rows: int) -> None:
 
 
 def all_parents(node_count: int) -> Iterable[tuple[int, ...]]:
-    """Every tree of so many nodes: the parent of each is an earlier one or 0."""
+    """Every tree of `node_count` nodes: the parent of each is an earlier one or 0."""
     return itertools.product(*(range(index + 1) for index in range(node_count)))
 
 
@@ -145,7 +145,7 @@ def test_a_node_reads_its_path(node_count: int) -> None:
 
 def test_paths_share_what_is_before_their_branch() -> None:
     """Claim: a tree's splits before its branch are in one item for all of its rows, or as many as its rows fill; those
-    after it in one for each leaf. Conclusive: counted by hand, for a tree that branches at 480 and for its chains."""
+    after it in one for each path. Conclusive: counted by hand, for a tree that branches at 480 and for its chains."""
     parents = (0, 1, 0, 3, 0, 5, 0, 7)  # four paths of two nodes
     as_tree = tree(0, 479, 1, parents, range(8))
     words, layout = written(RaggedBatch((as_tree,)), tile_rows=16)
@@ -203,4 +203,4 @@ def test_the_bound_on_words_holds() -> None:
     ):
         layout = ItemLayout(batch.row_count, SIZE, tile_rows, WINDOWS, SCRATCH)
         words = numpy.zeros(layout.word_count(len(batch.chunks), 4064, 60), dtype=numpy.int32)
-        fill(words, batch, layout)
+        assert 0 < fill(words, batch, layout) <= len(words)

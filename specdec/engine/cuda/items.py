@@ -3,7 +3,7 @@
 A work item is some rows of one sequence and the keys of one split. The boundaries of splits are a function of a key's
 position alone: every 128 positions up to 2,048, every 1,024 up to 32,768, then every 4,096. So a row's sums are cut at
 the same places in every step, whatever stands beside it. Rows of a tree read the splits wholly before its branch once,
-together; those after it once for each leaf's path, its keys in the order of their positions wherever they are stored.
+together; those after it once for each path to a last node, in the order of positions wherever keys are stored.
 
 Counts are data: a captured graph reads any step of its rows from the same words. Knows nothing of the device. Plain
 lists: for the steps that must be fast they take less time than arrays.
@@ -46,7 +46,7 @@ def split_count(positions_max: int) -> int:
 
 
 SPLIT_OF = numpy.array([split_of(position) for position in range(0, POSITIONS_LIMIT, 128)])  # of position // 128
-FEW_CHUNKS = 4  # so many are faster as lists
+FEW_CHUNKS = 4  # up to this number lists are faster than arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def fill(words: numpy.ndarray, batch: RaggedBatch, layout: ItemLayout) -> int:
     for items in step.lists:
         found += len(items), at
         at += len(items)
-    _check_room(live, layout, at, words)
+    _check_capacity(live, layout, at, words)
     none = [0] * padding
     found += step.positions + none + step.slots + [layout.scratch_slot] * padding + step.order + none
     found += step.data
@@ -140,7 +140,7 @@ def fill(words: numpy.ndarray, batch: RaggedBatch, layout: ItemLayout) -> int:
     return at
 
 
-def _check_room(live: int, layout: ItemLayout, end: int, words: numpy.ndarray) -> None:
+def _check_capacity(live: int, layout: ItemLayout, end: int, words: numpy.ndarray) -> None:
     if live > layout.row_count:
         raise ValueError(f"the batch has {live} rows; row_count is {layout.row_count}")
     if end > len(words):
@@ -202,8 +202,8 @@ class _Step:
         """
         size, blocks, paths = self.layout.block_size, chunk.block_ids, chunk.paths
         groups = path_groups(paths)
-        leaves = [paths[group[-1]] for group in groups]
-        in_place = [_in_place_count(leaf, base) for leaf in leaves]
+        whole = [paths[group[-1]] for group in groups]
+        in_place = [_in_place_count(path, base) for path in whole]
         first_node = first + base - chunk.start
         rows = [[first_node + node for node in group] for group in groups]
         rows[0] = [*range(first, first_node), *rows[0]]
@@ -213,9 +213,9 @@ class _Step:
         if floor:
             self._cut(first, [self.positions[row] for row in every], table, 0, split_start(floor), TABLE_ONLY, 0)
         at = first
-        for its, leaf, count in zip(rows, leaves, in_place):
+        for its, cells, count in zip(rows, whole, in_place):
             path = self.data_at + len(self.data)
-            self.data += [blocks[cell // size] * size + cell % size for cell in leaf[count:]]
+            self.data += [blocks[cell // size] * size + cell % size for cell in cells[count:]]
             self._cut(at, [self.positions[row] for row in its], table, floor, TABLE_ONLY, base + count, path)
             at += len(its)
 
@@ -275,7 +275,7 @@ def _fill_chains(words: numpy.ndarray, chunks: Sequence[Chunk], layout: ItemLayo
     for items in lists:
         header += len(items), at
         at += len(items)
-    _check_room(live, layout, at, words)
+    _check_capacity(live, layout, at, words)
     rows = numpy.zeros((3, layout.row_count), dtype=numpy.int64)
     rows[:, :live], rows[1, live:] = (positions, slots, order), layout.scratch_slot
     parts: list[numpy.ndarray] = [numpy.array(header), rows.ravel(), table, tiles.ravel(), *lists]
@@ -300,14 +300,14 @@ def check_blocks(start: int, end: int, chunk: Chunk, block_size: int) -> None:
 
 
 def path_groups(paths: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the nodes with these paths in as few groups as there are leaves, each along one path, its root first."""
+    """Returns the nodes with these paths in groups, each along one path, its root first: as few as can be."""
     node_of = {path[-1]: node for node, path in enumerate(paths)}
     left = set(range(len(paths)))
     groups: list[list[int]] = []
-    for leaf in sorted(left, key=lambda node: -len(paths[node])):
-        if leaf not in left:
+    for last in sorted(left, key=lambda node: -len(paths[node])):
+        if last not in left:
             continue
-        above = (node_of.get(cell) for cell in paths[leaf])  # None: its row ran in an earlier step
+        above = (node_of.get(cell) for cell in paths[last])  # None: its row ran in an earlier step
         group = [node for node in above if node in left]
         left.difference_update(group)
         groups.append(group)
