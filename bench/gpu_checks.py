@@ -43,7 +43,7 @@ class Text:
     def feed(self, start: int, token_ids: Sequence[int], logit_count: int) -> torch.Tensor:
         """Logits of the last rows of these tokens at `start`."""
         chunk = Chunk(self.block_ids, start, token_ids, logit_count)
-        return self._model.forward(RaggedBatch((chunk,))).logits
+        return self._model.forward(RaggedBatch((chunk,))).logits.clone()
 
 
 def open_text(model: TransformersModel, device: torch.device, length: int) -> Text:

@@ -72,6 +72,12 @@ class PathContext:
         return bool(is_any or params.bad_words and any(self.word_ends))
 
 
+def may_edit(params: ResolvedSamplingParams) -> bool:
+    """Whether an edit may change logits."""
+    legal = params.allowed_token_ids or params.bad_words
+    return bool(legal or params.logit_bias or params.has_penalties or params.min_tokens)
+
+
 def edited_logits(logits: Tensor, contexts: Sequence[PathContext]) -> Tensor:
     """Returns the logits after all edits: the argument itself without edits, else a float64 copy.
 

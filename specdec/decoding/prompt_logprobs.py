@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
-from specdec.decoding.verification import (
-    CHUNK_ELEMENTS,
-    CHUNK_ELEMENTS_CPU,
-    VerificationRequest,
-    position_logprobs,
-)
+from specdec.decoding.logprobs import position_logprobs
+from specdec.decoding.verification import CHUNK_ELEMENTS, CHUNK_ELEMENTS_CPU, VerificationRequest
+from specdec.engine.readback import Readback
 from specdec.protocol.types import PromptLogprobs, SamplerOutput
 
 
@@ -40,21 +37,23 @@ class PromptRows:
 
 TargetWork: TypeAlias = VerificationRequest | PromptRows
 TargetOutput: TypeAlias = SamplerOutput | PromptLogprobs
-Verify = Callable[[Sequence[VerificationRequest], Sequence[int], Tensor], Sequence[SamplerOutput]]
-Sample = Callable[[Sequence[TargetWork], Sequence[int], Tensor], Sequence[TargetOutput]]
+Verify = Callable[[Sequence[VerificationRequest], Sequence[int], Tensor, Readback | None], Sequence[SamplerOutput]]
+Sample = Callable[[Sequence[TargetWork], Sequence[int], Tensor, Readback | None], Sequence[TargetOutput]]
 
 
 def with_prompt_rows(verify: Verify) -> Sample:
     """Returns a sampler of verifications, which `verify` computes, and of prompt rows in the same step."""
 
-    def sample(work: Sequence[TargetWork], row_counts: Sequence[int], logits: Tensor) -> Sequence[TargetOutput]:
+    def sample(
+        work: Sequence[TargetWork], row_counts: Sequence[int], logits: Tensor, readback: Readback | None = None
+    ) -> Sequence[TargetOutput]:
         requests = [one for one in work if isinstance(one, VerificationRequest)]
         if len(requests) == len(work):
-            return verify(requests, row_counts, logits)
+            return verify(requests, row_counts, logits, readback)
         parts = list(zip(work, row_counts, logits.split(list(row_counts))))
         rest = [(count, rows) for one, count, rows in parts if isinstance(one, VerificationRequest)]
         verified = (
-            iter(verify(requests, [count for count, _ in rest], torch.cat([own for _, own in rest])))
+            iter(verify(requests, [count for count, _ in rest], torch.cat([own for _, own in rest]), None))
             if rest
             else iter(())
         )

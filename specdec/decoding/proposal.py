@@ -19,13 +19,14 @@ from torch import Tensor
 
 from specdec.decoding.distribution import every_token_id, taken, without_improbable
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
-from specdec.decoding.logits_processors import PathContext, edited_logits
+from specdec.decoding.logits_processors import PathContext, edited_logits, may_edit
 from specdec.decoding.masks import check_masks, masked
 from specdec.decoding.noise import gumbel_keys, kept_noise, near_gumbel
 from specdec.decoding.topk import top
 from specdec.decoding.verification import in_order
 from specdec.engine.cpu.kernels import Kernels
 from specdec.engine.cpu.sampling import guess, kernels_for
+from specdec.engine.readback import Readback
 from specdec.protocol.noise import UNIFORM_BITS, Lane, stream_key
 from specdec.protocol.types import (
     DRAFT_PROBS_STEPS_PER_OCTAVE,
@@ -102,16 +103,17 @@ def proposals(
     payloads: Sequence[Sequence[ProposalRequest]],
     row_counts: Sequence[int],
     logits: Tensor,
+    readback: Readback | None = None,
     masks: Tensor | None = None,
 ) -> list[list[Proposal]]:
     """Runs `propose` for payloads of several requests each; returns one list per payload, in order.
 
-    logits: [sum(row_counts), vocabulary] float32; masks: see `propose`. Raises ValueError unless each payload has one
-    request per row.
+    logits: [sum(row_counts), vocabulary] float32; readback, masks: see `propose`. Raises ValueError unless each payload
+    has one request per row.
     """
     if [len(requests) for requests in payloads] != list(row_counts):
         raise ValueError(f"{list(row_counts)} rows for {[len(requests) for requests in payloads]} proposals")
-    made = iter(propose([request for requests in payloads for request in requests], logits, masks))
+    made = iter(propose([request for requests in payloads for request in requests], logits, masks, None, readback))
     return [list(itertools.islice(made, count)) for count in row_counts]
 
 
@@ -120,12 +122,14 @@ def propose(
     logits: Tensor,
     masks: Tensor | None = None,
     known: KnownTokens | None = None,
+    readback: Readback | None = None,
 ) -> list[Proposal]:
     """Returns one proposal per request, in order.  logits: [len(requests), vocabulary] float32
 
     masks: the legal tokens of each row along its path, of the target's vocabulary (decoding/masks.py); None where all
     are legal. An illegal token has no weight; a row without a legal token has no guess. `known`: the tokens of the
-    columns; None: column i is token i. Proposals are those of logits that are spread over all tokens.
+    columns; None: column i is token i. Proposals are those of logits that are spread over all tokens. `readback`: see
+    `HostCopy`.
     """
     if logits.shape[0] != len(requests):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} proposals")
@@ -151,7 +155,7 @@ def propose(
                 finishes.append((indices, proposals_of_rule(Rule(rule), chosen, *own, host_copy)))
         return lambda: in_order(finishes)
 
-    return with_one_host_copy(logits.device, compute)
+    return with_one_host_copy(logits.device, compute, readback)
 
 
 def is_by_id(request: ProposalRequest, known: KnownTokens) -> bool:
@@ -185,12 +189,6 @@ def edited_rows(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
 def own_params(requests: Sequence[ProposalRequest]) -> Iterable[ResolvedSamplingParams]:
     """Returns the parameters of all requests, those that several share once."""
     return {id(request.params): request.params for request in requests}.values()
-
-
-def may_edit(params: ResolvedSamplingParams) -> bool:
-    """Whether an edit may change logits."""
-    legal = params.allowed_token_ids or params.bad_words
-    return bool(legal or params.logit_bias or params.has_penalties or params.min_tokens)
 
 
 def greedy_proposals(

@@ -61,6 +61,13 @@ class TokenCounts:
                 self._moved.append(passed)
         self.length = length
 
+    def occurring(self, others: Sequence[int], width: int) -> list[int]:
+        """Returns the ids below `width` of the tokens that occur, or are among `others`, ascending."""
+        own = numpy.flatnonzero(self._times[1, :width])
+        others = [token_id for token_id in others if token_id < width]
+        found: list[int] = numpy.union1d(own, numpy.array(others, numpy.int64)).tolist()
+        return found
+
     def of(self, token_ids: Sequence[int]) -> numpy.ndarray:
         """Returns how often these tokens occur: in the output, and in all.  # [2, tokens] int32"""
         asked = numpy.array(token_ids, numpy.int64)

@@ -10,33 +10,39 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from specdec.decoding.coupled import coupled_token_ids
+from specdec.decoding.device_edits import edited_on_device
+from specdec.decoding.device_sampler import SampledRow, SiblingTest, sampled
 from specdec.decoding.distribution import (
     Support,
     greedy_token_ids,
     in_row_order,
-    likeliest,
     row_sums,
     row_totals,
     sampled_distribution,
     taken,
 )
 from specdec.decoding.host_copy import HostCopy, is_device, sent, with_one_host_copy
-from specdec.decoding.logits_processors import PathContext
+from specdec.decoding.logits_processors import PathContext, may_edit
+from specdec.decoding.logprobs import logprobs_by_kernels, logprobs_of_rows
 from specdec.decoding.masks import check_masks, masked
+from specdec.engine.cuda.kernels.launch import is_usable, refuse
+from specdec.engine.readback import Readback
 from specdec.protocol.heads import NO_HEAD_PLAN, HeadPlan
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.tree_shape import branches, children, path_tokens
-from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
 
 Item = TypeVar("Item")
 
 CHUNK_ELEMENTS = 1 << 24  # logits per chunk: limits temporary memory to a few times 128 MiB
+TRIED: set[torch.device] = set()  # whose kernels were tried
+TRIED_WIDTH = 5000  # tokens
 CHUNK_ELEMENTS_CPU = 1 << 19  # larger temporaries exceed the caches, and the allocator returns their pages each time
 
 
@@ -83,35 +89,90 @@ class VerificationRequest:
 
 
 def verify(
-    requests: Sequence[VerificationRequest], row_counts: Sequence[int], logits: Tensor, masks: Tensor | None = None
+    requests: Sequence[VerificationRequest],
+    row_counts: Sequence[int],
+    logits: Tensor,
+    readback: Readback | None = None,
+    masks: Tensor | None = None,
 ) -> list[SamplerOutput]:
     """Returns the sampler output of each request, in order.
 
     logits: [sum(row_counts), vocabulary] float32, the rows of the requests in order; masks: the legal tokens of each
-    row along its own path (decoding/masks.py), None where all tokens of all rows are legal.
+    row along its own path (decoding/masks.py), None where all tokens of all rows are legal; readback: of the step on a
+    device that computed these rows: where only logits decide, its best ids are the tokens and nothing is computed.
 
     A result depends on its own rows, params and path only, bit for bit, not on the other requests.
     """
+    if is_usable(logits.device) and logits.device not in TRIED:
+        try_kernels(logits.device)
+    return verified(requests, row_counts, logits, readback, masks, is_usable(logits.device))
+
+
+def verified(
+    requests: Sequence[VerificationRequest],
+    row_counts: Sequence[int],
+    logits: Tensor,
+    readback: Readback | None,
+    masks: Tensor | None,
+    has_kernels: bool,
+) -> list[SamplerOutput]:
+    """`verify`, where `has_kernels` by a device's kernels."""
     expected = [request.row_count for request in requests]
     if list(row_counts) != expected or logits.shape[0] != sum(expected):
         raise ValueError(f"{list(row_counts)} rows for requests that need {expected}, and {logits.shape[0]} of logits")
     check_masks(masks, logits)
     starts = [0, *itertools.accumulate(expected)]
-    by_rule: dict[Rule, list[int]] = {}
+    by_rule: dict[Rule | None, list[int]] = {}
+    found: list[int] = []  # whose tokens the step found
     for index, request in enumerate(requests):
-        by_rule.setdefault(request.params.rule, []).append(index)
+        has_found = readback is not None and masks is None and is_plain(request.params)
+        (found if has_found else by_rule.setdefault(request.params.rule, [])).append(index)
 
     def compute(host_copy: HostCopy) -> Callable[[], list[SamplerOutput]]:
         finishes: list[tuple[list[int], Callable[[], list[SamplerOutput]]]] = []
-        for rule, indices in by_rule.items():
+        if readback is not None and found:
+            finishes.append((found, lambda: best_outputs(readback, [(starts[i], starts[i + 1]) for i in found])))
+        together: dict[Rule | None, list[int]] = {None: sorted(itertools.chain(*by_rule.values()))}
+        for rule, indices in (together if has_kernels and host_copy.assumes else by_rule).items():
             for chunk in chunks(indices, expected, logits):
                 chosen = [requests[index] for index in chunk]
                 rows = [row for index in chunk for row in range(starts[index], starts[index + 1])]
-                own_masks = None if masks is None else taken(masks, rows)
-                finishes.append((chunk, output_of_rule(rule, chosen, taken(logits, rows), own_masks, host_copy)))
+                own = taken(logits, rows), None if masks is None else taken(masks, rows)
+                finishes.append((chunk, output_of_rule(rule, chosen, *own, host_copy)))
         return lambda: in_order(finishes)
 
-    return with_one_host_copy(logits.device, compute)
+    return with_one_host_copy(logits.device, compute, readback)
+
+
+def try_kernels(device: torch.device) -> None:
+    """Runs the kernels of a device beside torch, once; they are not used there if they fail or decide otherwise."""
+    TRIED.add(device)
+    tried: list[dict[str, Any]] = [{}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1, "frequency_penalty": 0.5}]
+    requests = []
+    for seed, (rule, policy) in enumerate(itertools.product((Rule.COUPLED, Rule.REJECTION), tried)):
+        params = ResolvedSamplingParams(rule, seed, 1, temperature=0.7, logprobs=2, **policy)
+        probs = (DraftProbs((3, 5), (2, 3)),) if rule is Rule.REJECTION else ()
+        requests.append(VerificationRequest(params, 0, [1, 2], (3,), probs))
+    rows = torch.randn(2 * len(requests), TRIED_WIDTH, generator=torch.Generator().manual_seed(1))
+    arguments = requests, [2] * len(requests), rows.to(device), None, None
+    try:
+        found, wanted = verified(*arguments, True), verified(*arguments, False)
+    except Exception as error:  # whatever a compiler raises: torch samples instead
+        refuse(device, (str(error).strip() or type(error).__name__).splitlines()[0])
+        return
+    if [one.recovered_token_ids for one in found] != [one.recovered_token_ids for one in wanted]:
+        refuse(device, "it chose other tokens than torch")
+
+
+def is_plain(params: ResolvedSamplingParams) -> bool:
+    """Whether a row's token is the likeliest of its logits, and nothing else is asked."""
+    return params.rule is Rule.GREEDY and params.logprobs is None and not may_edit(params)
+
+
+def best_outputs(readback: Readback, places: Sequence[tuple[int, int]]) -> list[SamplerOutput]:
+    """Returns the sampler outputs of requests whose rows are at these places of a step."""
+    best_ids = readback.best_ids()
+    return [SamplerOutput(tuple(best_ids[start:end])) for start, end in places]
 
 
 def in_order(finishes: Sequence[tuple[list[int], Callable[[], list[Item]]]]) -> list[Item]:
@@ -136,13 +197,25 @@ def chunks(indices: list[int], row_counts: Sequence[int], logits: Tensor) -> lis
 
 
 def output_of_rule(
-    rule: Rule, requests: Sequence[VerificationRequest], logits: Tensor, masks: Tensor | None, host_copy: HostCopy
+    rule: Rule | None,
+    requests: Sequence[VerificationRequest],
+    logits: Tensor,
+    masks: Tensor | None,
+    host_copy: HostCopy,
 ) -> Callable[[], list[SamplerOutput]]:
-    """Returns a function for the sampler output of requests that share a rule, called after the host copy."""
-    legal = logits if masks is None else masked(logits, masks)[0]
+    """Returns a function for the sampler output of requests that share a rule, called after the host copy; of any rules
+    by the device's kernels for None."""
     contexts = [context for request in requests for context in request.contexts]
+    if rule is None:
+        legal = edited_on_device(logits, contexts, masks)
+    else:
+        legal = logits if masks is None else masked(logits, masks)[0]
     target_probs: Callable[[], list[float]] = list
-    if rule is Rule.GREEDY:
+    if rule is None:
+        found = sampled(legal, sampled_rows(requests), host_copy)
+        chosen, probs = found.split([len(logits), len(found) - len(logits)])
+        target_probs = host_copy.to_host(probs)
+    elif rule is Rule.GREEDY:
         chosen = greedy_token_ids(legal, contexts)
     elif rule is Rule.COUPLED:
         chosen = coupled_token_ids(legal, contexts, host_copy)
@@ -152,11 +225,12 @@ def output_of_rule(
     recovered = host_copy.to_host(chosen)
     ends = list(itertools.accumulate(request.row_count for request in requests))
     places = [slice(end - request.row_count, end) for end, request in zip(ends, requests)]
-    tokens_of = [slice(place.start - index, place.stop - index - 1) for index, place in enumerate(places)]
-    reported = [logprobs_of(r, chosen, logits, place, host_copy) for r, place in zip(requests, places)]
+    tokens_of = tested_places(requests)
+    of_rows = logprobs_by_kernels if rule is None else logprobs_of_rows
+    reported = of_rows(requests, chosen, logits, places, host_copy)
 
     def finish() -> list[SamplerOutput]:
-        tokens, probs = recovered(), target_probs()
+        tokens, probs = [int(token_id) for token_id in recovered()], target_probs()
         return [
             SamplerOutput(tuple(tokens[place]), tuple(probs[own]), *logprobs())
             for place, own, logprobs in zip(places, tokens_of, reported)
@@ -165,56 +239,22 @@ def output_of_rule(
     return finish
 
 
-def logprobs_of(
-    request: VerificationRequest, recovered: Tensor, logits: Tensor, place: slice, host_copy: HostCopy
-) -> Callable[[], tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]]:
-    """Returns a function for log-probabilities of draft and recovered tokens, if the request has `logprobs`. `place`:
-    its rows."""
-    if request.params.logprobs is None:
-        return lambda: ((), ())
-    recovered, logits = recovered[place], logits[place]
-    following = children(request.parents, len(request.draft_token_ids))
-    most = max(map(len, following))
-    filled = [[request.draft_token_ids[index] for index in row] + [0] * (most - len(row)) for row in following]
-    token_ids = torch.cat(
-        [recovered[:, None], sent(filled, logits.device, torch.int64).view(len(following), most)], dim=1
-    )
-    every = position_logprobs(logits, token_ids, request.params.logprobs, host_copy)
-
-    def finish() -> tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]:
-        lines = every()
-        of_draft = {index: entry.logprob for row, line in zip(following, lines) for index, entry in zip(row, line[1:])}
-        return tuple(of_draft[index] for index in range(len(of_draft))), tuple(line[0] for line in lines)
-
-    return finish
+def tested_places(requests: Sequence[VerificationRequest]) -> list[slice]:
+    """Returns the places of each request's draft tokens among those that are tested."""
+    counts = [len(r.draft_token_ids) if r.params.rule is Rule.REJECTION else 0 for r in requests]
+    return [slice(end - count, end) for end, count in zip(itertools.accumulate(counts), counts)]
 
 
-def position_logprobs(
-    logits: Tensor, token_ids: Tensor, top_count: int, host_copy: HostCopy
-) -> Callable[[], list[list[PositionLogprobs]]]:
-    """Returns a function for one entry per row and token id, each with the row's `top_count` likeliest tokens.
-
-    Values are the log-softmax of the raw logits, before any edit or truncation: float64, the normaliser summed in id
-    order, so a row's values do not depend on the rows beside it.
-    logits: [rows, vocabulary] float32; token_ids: [rows, ids per row] int64. Likeliest first, ties to the lowest id. A
-    token of probability 0 has -inf.
-    """
-    values = logits.to(torch.float64)
-    shifted = values - values.amax(dim=1, keepdim=True)
-    logprobs = shifted - row_totals(shifted.exp()).log()
-    chosen = host_copy.to_host(logprobs.gather(1, token_ids))
-    if top_count == 0:
-        return lambda: [[PositionLogprobs(value) for value in line] for line in chosen()]
-    ids = likeliest(values, [top_count] * len(values), host_copy)[0]
-    top = values.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
-    ids = ids.gather(1, top)
-    top_ids, top_values = host_copy.to_host(ids), host_copy.to_host(logprobs.gather(1, ids))
-
-    def finish() -> list[list[PositionLogprobs]]:
-        tops = [(tuple(ids), tuple(values)) for ids, values in zip(top_ids(), top_values())]
-        return [[PositionLogprobs(value, *top) for value in line] for line, top in zip(chosen(), tops)]
-
-    return finish
+def sampled_rows(requests: Sequence[VerificationRequest]) -> list[SampledRow]:
+    """Returns the rows of requests, for the kernels of a device."""
+    rows: list[SampledRow] = []
+    for request, places in zip(requests, tested_places(requests)):
+        params, is_drawn = request.params, request.params.rule is Rule.REJECTION
+        positions = [c.first_position + offset for c in request.contexts for offset in range(c.row_count)]
+        uniforms = next_draws([request]) if is_drawn else [0.0] * request.row_count
+        tests = row_tests(request, places.start) if is_drawn else [[]] * request.row_count
+        rows += [SampledRow(params, *row) for row in zip(positions, uniforms, tests)]
+    return rows
 
 
 def rejection_output(supports: list[Support], requests: Sequence[VerificationRequest]) -> tuple[Tensor, Tensor]:
@@ -242,15 +282,6 @@ def rejection_output(supports: list[Support], requests: Sequence[VerificationReq
         recovered.append((rows, support.token_ids_at(inverse_cdf(left, [uniforms[row] for row in rows]))))
     none = torch.empty(0, dtype=torch.float64, device=supports[0].scores.device)
     return in_row_order(recovered), in_row_order(target_probs) if target_probs else none
-
-
-class SiblingTest(NamedTuple):
-    """The test of one draft token: its place among those of all requests, and the distribution it was drawn from once
-    the siblings before it were drawn."""
-
-    place: int
-    token_id: int
-    draft_probs: DraftProbs
 
 
 def row_tests(request: VerificationRequest, first_place: int) -> list[list[SiblingTest]]:

@@ -19,6 +19,7 @@ from specdec.distill.texts import LabelledTexts, label
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import CausalModel, ModelDescription
 from specdec.engine.loading.devices import default_block_size, find_device, free_memory_bytes
+from specdec.engine.readback import Readback
 from specdec.engine.scheduling.feed import Feed
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import ConfigError, SpecdecError
@@ -118,7 +119,9 @@ def check_lengths(lengths: Iterable[tuple[int, int]], text_tokens: int, target: 
 Written = tuple[int, Tensor, Tensor]  # token, likeliest ids and log-probabilities of all rows
 
 
-def _sample(payloads: Sequence[_Row], row_counts: Sequence[int], logits: Tensor) -> list[Written]:
+def _sample(
+    payloads: Sequence[_Row], row_counts: Sequence[int], logits: Tensor, readback: Readback | None
+) -> list[Written]:
     """Labels all rows, and draws the token after the last row of each feed."""
     ids, log_probs = label(logits)
     ends = torch.tensor(row_counts).cumsum(0) - 1

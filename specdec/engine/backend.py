@@ -22,13 +22,16 @@ StepAttention = AttentionMetadata | EncoderDecoderMetadata  # of a decoder alone
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first, or [rows], each
-    for its logits too; `hidden` [logits, hidden] and `features` [rows, layers * hidden], if the model returns them."""
+    """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits], rows first, or [rows], each for
+    its logits too, bool or int32; `hidden` [logits, hidden] and `features` [rows, layers * hidden], if the model
+    returns them; `best_ids` [logits] int64, the lowest id with each row's largest logit, if the step's own kernels find
+    it."""
 
     logits: torch.Tensor
     is_finite: torch.Tensor
     hidden: torch.Tensor | None = None
     features: torch.Tensor | None = None
+    best_ids: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -100,6 +103,11 @@ class Backend(Protocol):
     @property
     def product_bytes(self) -> int:
         """Bytes of the weights of all matrix products, which every step reads."""
+
+    @property
+    def numerics(self) -> str:
+        """What decides the bits of results beside the libraries, and whether a row has the same in every step; empty
+        where the device says all. Known after `attach`."""
 
     @property
     def cache_bytes_per_position(self) -> int:

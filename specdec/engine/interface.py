@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from specdec.engine.readback import Readback
 from specdec.engine.vocabulary_map import VocabularyMap
 
 
@@ -136,16 +137,18 @@ class RaggedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Logits of the requested rows, in chunk order, and per chunk whether all its values are finite.
+    """Logits of the requested rows, in chunk order, and per chunk whether all its values are finite: all valid until
+    the model's next forward.
 
     `hidden`: the final hidden states of the rows with logits, if the model returns them (`HiddenStates`); `features`
-    those of all rows (`Features`).
+    those of all rows (`Features`). `readback`: of a step on a device, with the best token of each row.
     """
 
     logits: torch.Tensor  # [sum of logit counts, vocab] float32
     is_finite: Sequence[bool]  # on a GPU, reading a flag waits for the step
     hidden: torch.Tensor | None = None  # [sum of logit counts, hidden], of the model's type
     features: torch.Tensor | None = None  # [rows, layers asked for * hidden], of the model's type
+    readback: Readback | None = None
 
 
 class Storage(Protocol):

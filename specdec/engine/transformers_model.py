@@ -92,6 +92,9 @@ class TransformersModel:
         shape = shape or measure_shape(self._base, self.backend.device)
         self.layer_count = shape.layer_count
         self.backend.attach(self._base, output, shape, ids_end)
+        if numerics := self.backend.numerics:
+            libraries = f"{description.libraries}, {numerics}"
+            self.description = replace(description, libraries=libraries, kernels=numerics)
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -136,7 +139,9 @@ class TransformersModel:
             result = step.whole.run(input_ids, step.logit_rows, self._output, self.asked)
         else:
             result = self._by_modules(input_ids, step)
-        return replace(result, logits=self._vocabulary.spread(result.logits)) if self._vocabulary else result
+        if self._vocabulary is None:
+            return result
+        return replace(result, logits=self._vocabulary.spread(result.logits), best_ids=None)
 
     def _by_modules(self, input_ids: torch.Tensor, step: StepInput) -> StepResult:
         hidden = self._base(

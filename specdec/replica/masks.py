@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from specdec.engine.loading.model_folder import open_model_folder
+from specdec.engine.readback import Readback
 from specdec.engine.scheduling.feed import Answer, Payload
 from specdec.engine.scheduling.runner import Sampler
 from specdec.engine.scheduling.scheduler import Engine
@@ -20,9 +21,9 @@ from specdec.grammar.jobs import Masks
 ALL = -1  # a word of legal tokens
 
 
-# (payloads, row counts, logits, masks); masks: [rows, words] int32, None where all tokens of all rows are legal
+# (payloads, row counts, logits, readback, masks); masks: [rows, words] int32, None where all tokens are legal
 MaskedSampler = Callable[
-    [Sequence[Payload], Sequence[int], torch.Tensor, torch.Tensor | None],
+    [Sequence[Payload], Sequence[int], torch.Tensor, Readback | None, torch.Tensor | None],
     Sequence[Answer],
 ]
 
@@ -31,10 +32,12 @@ def with_masks(sampler: MaskedSampler[Payload, Answer]) -> Sampler[Payload, Answ
     """Returns a sampler of payloads of which some have `masks`. It waits for these. Where they cannot be made all
     tokens count as legal, and who takes the answer drops it: after an error all others would be sampled again."""
 
-    def sample(payloads: Sequence[Payload], row_counts: Sequence[int], logits: torch.Tensor) -> Sequence[Answer]:
+    def sample(
+        payloads: Sequence[Payload], row_counts: Sequence[int], logits: torch.Tensor, readback: Readback | None = None
+    ) -> Sequence[Answer]:
         every = [getattr(payload, "masks", None) for payload in payloads]
         masks = together(every, row_counts, logits.shape[1]) if any(every) else None
-        return sampler(payloads, row_counts, logits, masks)
+        return sampler(payloads, row_counts, logits, readback, masks)
 
     return sample
 

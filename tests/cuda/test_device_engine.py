@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.interface import Chunk, RaggedBatch
+from specdec.engine.cuda.graphs import RepeatedCall
+from specdec.engine.interface import Chunk, RaggedBatch, StepOutput
+from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.runner import StepRunner
+from specdec.errors import NumericsError
+from specdec.protocol.types import ResolvedSamplingParams, Rule
 from tests.support.device_models import device_driver
+from tests.support.dispatched import Dispatched
 from tests.support.engine_models import SEVERAL_ARCHITECTURES, Driver, make_tiny_model, model_class, random_tokens
 
 TOLERANCE = 2e-4  # as in tests/engine: logits have standard deviation 3, sums in another order differ by about 1e-5
@@ -121,17 +128,78 @@ def test_not_a_number_is_reported_for_its_sequence_only(llama: Path) -> None:
         assert tuple(driver.step([(tables[1], random_tokens(2, 7), 2)]).is_finite) == (True,)
 
 
-def test_logits_outlive_the_next_step(llama: Path) -> None:
-    """Claim: the logits of a replayed step are not changed by the next one, though both compute into the same memory.
-
-    The runner repeats a failed step piece by piece and judges all pieces afterwards.
-    """
+def test_repeated_requests_keep_their_own_results(llama: Path) -> None:
+    """Claim: where a step fails and its requests run one by one, each is sampled from its own logits and judged by its
+    own flag, though a replayed step overwrites those of the one before. Conclusive: the sampler's rows equal those of
+    the requests alone, bit for bit, and not-a-number in the first request's cache fails it and no other."""
     driver = device_driver(llama, True)
-    first, second = driver.open(), driver.open()
-    logits = driver.feed(first, random_tokens(1, 1))
-    kept = logits.clone()
-    driver.feed(second, random_tokens(1, 2))
-    assert torch.equal(logits, kept)
+    tables = [driver.open() for _ in range(3)]
+    wanted = [driver.feed(table, random_tokens(1, index)) for index, table in enumerate(tables)]
+    for table in tables:
+        driver.cache.truncate(table, 0)
+    forward = driver.model.forward
+
+    def planted(batch: RaggedBatch) -> StepOutput:
+        if len(batch.chunks) > 1:
+            raise RuntimeError("planted")
+        return forward(batch)
+
+    def sample(payloads: list, counts: list[int], logits: torch.Tensor, readback: object) -> list:
+        assert readback is None, "of several forwards"
+        return list(logits.clone().split(counts))
+
+    driver.model.forward = planted
+    runner: StepRunner = StepRunner(driver.model, driver.cache, sample)
+    for is_poisoned in (False, True):
+        if is_poisoned:
+            driver.model.backend._storage.layers[0][:, tables[0].block_ids[0], 0] = torch.nan
+        feeds = [Feed(table, table.length, random_tokens(1, index), 1, index) for index, table in enumerate(tables)]
+        outcomes = runner.run([(feed, feed.chunk()) for feed in feeds]).outcomes
+        assert isinstance(outcomes[0], NumericsError) == is_poisoned
+        for outcome, own in list(zip(outcomes, wanted))[is_poisoned:]:
+            assert is_poisoned or torch.equal(outcome, own)
+            assert bool(outcome.isfinite().all())
+
+
+def test_the_step_finds_the_best_token_and_the_sampler_computes_nothing(llama: Path) -> None:
+    """Claim: under GREEDY without edits and logprobs, tokens and flags of a step are what a step on its device brings:
+    of a replayed step and of one of its own shape, chains and several sequences, the lowest id of equal logits. Beside
+    the replay a step dispatches its copy to the device, and one back: nothing else.
+
+    Conclusive: tokens of the sampler without the step's own; operations are counted by name; planted in the last lines,
+    one more is noticed."""
+    params = ResolvedSamplingParams(Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)
+    for with_graphs in (False, True):
+        driver = device_driver(llama, with_graphs)
+        output_layer = driver.model._output
+        output_layer.weight[:, 7] = output_layer.weight[:, 9]  # equal logits
+        tables = [driver.open() for _ in range(3)]
+        for counts in ([9, 1, 4], [1, 1, 1], [3, 0, 2], [1, 1, 1]):
+            batch, requests = [], []
+            for seed, (table, count) in enumerate(zip(tables, counts)):
+                if count:
+                    tokens = random_tokens(count, seed + count)
+                    driver.cache.prepare_write(table, table.length + count)
+                    batch.append(Chunk(table.block_ids, table.length, tokens, count))
+                    requests.append(VerificationRequest(params, 0, [0] * (table.length + 1), tuple(tokens[1:])))
+                    driver.cache.advance(table, table.length + count)
+            output = driver.model.forward(RaggedBatch(tuple(batch)))
+            row_counts = [request.row_count for request in requests]
+            with Dispatched() as counted:
+                found = verify(requests, row_counts, output.logits, output.readback)
+                assert all(output.is_finite)
+            assert counted.names == ([] if output.logits.device.type == "cpu" else ["_to_copy"])
+            assert found == verify(requests, row_counts, output.logits)
+        graphs = driver.model.backend._graphs
+        assert bool(graphs) == with_graphs
+        if with_graphs:
+            graphs.update(dict.fromkeys(graphs, RepeatedCall(lambda: None)))
+            with Dispatched() as counted:
+                driver.model.forward(RaggedBatch((Chunk(tables[0].block_ids, 5, [3], 1),)))
+            assert counted.names == ["copy_"], "a step is sent by one copy and replayed"
+    with Dispatched() as counted:
+        verify(requests, row_counts, output.logits)
+    assert counted.names == ["argmax"]
 
 
 def test_bad_block_tables_are_found_by_planning(llama: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import gpu_host
+
 ROOT = Path(__file__).resolve().parents[2]
 # All dependencies of the project, but for torch, transformers and their own dependencies.
 ABSENT = "grpc google.protobuf pydantic pydantic_core structlog rich uvloop matplotlib pytest hypothesis".split()
@@ -18,6 +20,13 @@ sys.modules.update(dict.fromkeys({absent!r}))  # a module that is None there can
 sys.argv = ["bench.gpu", *sys.argv[1:]]
 runpy.run_module("bench.gpu", run_name="__main__")
 """
+
+
+def test_the_hosts_part_of_a_step_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Claim: `python -m bench.gpu_host` times plans of all steps and says which bars hold."""
+    assert gpu_host.main(["--rounds", "3", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(gpu_host.STEPS) and sum("bar" in line for line in lines) == len(gpu_host.BARS_US)
 
 
 @pytest.mark.more

@@ -153,7 +153,7 @@ def test_verification_comes_back_in_one_small_copy(name: str, read_counts: list[
     row_counts = [request.row_count for request in verifications]
     with NoWaitingCopies():
         logits = torch.empty(sum(row_counts), VOCABULARY, device="meta")
-        found = verify(verifications, row_counts, logits, masks_of(sum(row_counts)))
+        found = verify(verifications, row_counts, logits, masks=masks_of(sum(row_counts)))
         assert len(found) == len(verifications) and len(read_counts) == 1
         assert read_counts[0] <= 16 * sum(row_counts)
         read_counts.clear()
@@ -179,7 +179,7 @@ def test_assumptions_give_the_same_as_reads(are_tied: bool, monkeypatch: pytest.
 
     def both() -> tuple[list, list]:
         proposed = propose(proposals, logits[: len(proposals)], masks_of(len(proposals)))
-        return verify(verifications, row_counts, logits, masks_of(sum(row_counts))), proposed
+        return verify(verifications, row_counts, logits, masks=masks_of(sum(row_counts))), proposed
 
     expected = both()
     found_wrong: list[bool] = []

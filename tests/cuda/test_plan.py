@@ -11,6 +11,7 @@ import torch
 from specdec.engine.cuda.graphs import GRAPHS_MAX, capture_steps, graph_shapes
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
 from specdec.engine.interface import Chunk, RaggedBatch
+from tests.support.dispatched import Dispatched
 
 CPU = torch.device("cpu")
 SCRATCH = 9 * 16
@@ -75,6 +76,26 @@ def test_padding_names_no_sequence() -> None:
     single = planned(DECODES, StepShape(4, 4, 4, query_max=1, key_max=48))
     assert single["query_starts"] == [0, 1, 2, 3, 4] and single["key_counts"] == [41, 1, 1, 1]
     assert single["slots"] == [4 * 16 + 8, 5 * 16, SCRATCH, SCRATCH] and single["positions"] == [40, 0, 0, 0]
+
+
+def test_a_step_makes_views_once_and_dispatches_one_copy() -> None:
+    """Claim: a shape's second step dispatches nothing but the copy of its plan, into the same tensors; a buffer that
+    grew has others, with the same numbers. Conclusive: torch's dispatcher lists views as well; the first step, which
+    makes them, dispatches more."""
+    buffer, shape = StepBuffer(16, SCRATCH, CPU), exact_shape(BATCH)
+    buffer.reserve(shape)
+    counts = []
+    for _ in range(2):
+        with Dispatched(has_views=True) as counted:
+            buffer.fill(BATCH, shape)
+            step = buffer.send(shape)
+        counts.append(counted.names)
+    assert counts[1] == ["copy_"] and len(counts[0]) > 10 and step is buffer.views(shape)
+    buffer.reserve(exact_shape(EARLIER))
+    buffer.fill(BATCH, shape)
+    again = buffer.send(shape)
+    assert again is not step and again.slots.data_ptr() != step.slots.data_ptr()
+    assert torch.equal(again.slots, step.slots) and torch.equal(again.tables, step.tables)
 
 
 def test_a_shape_holds_what_fits_in_every_respect() -> None:

@@ -20,7 +20,7 @@ CHUNK, SMALL, LARGE = 8, 16, 24  # rows
 LAYER_COUNT = 3
 
 
-def all_logits(payloads: list[object], row_counts: list[int], logits: torch.Tensor) -> list[torch.Tensor]:
+def all_logits(payloads: list[object], row_counts: list[int], logits: torch.Tensor, _: object) -> list[torch.Tensor]:
     return [rows.clone() for rows in logits.split(row_counts)]
 
 

@@ -96,7 +96,7 @@ def test_each_request_gets_its_own_hidden_states_also_when_a_step_is_repeated(tm
                 raise RuntimeError("planted")
             return forward(batch)
 
-        def sample(payloads, row_counts, logits):
+        def sample(payloads, *_):
             if fails_sampler and len(payloads) > 1:
                 raise RuntimeError("planted")
             return list(payloads)
@@ -129,7 +129,7 @@ def test_heads_that_fail_cost_their_proposals_only(tmp_path: Path) -> None:
     def read(payloads, chunks, hidden, answers):
         raise RuntimeError("planted")
 
-    runner = StepRunner(driver.model, driver.cache, lambda payloads, counts, logits: list(payloads), read)
+    runner = StepRunner(driver.model, driver.cache, lambda payloads, *_: list(payloads), read)
     feeds = [Feed(driver.open(12), 0, random_tokens(5, index), 2, index) for index in range(2)]
     assert runner.run([(feed, feed.chunk()) for feed in feeds]).outcomes == [0, 1]
 

@@ -32,7 +32,7 @@ def test_not_a_number_costs_one_request_and_leaves_no_trace(tmp_path: Path) -> N
     driver.cache.release(table)
     collected: dict[object, torch.Tensor] = {}
 
-    def keep(payloads: list[object], row_counts: list[int], logits: torch.Tensor) -> list[object]:
+    def keep(payloads: list[object], row_counts: list[int], logits: torch.Tensor, _: object) -> list[object]:
         collected.update(zip(payloads, logits.clone().split(row_counts)))
         return list(payloads)
 

@@ -46,7 +46,7 @@ def run_tree(driver: Driver, table: BlockTable, chunk: Chunk, beside: Sequence[C
     """Logits of the rows of `chunk`, first or behind others in the step.  # [rows, vocab] float32"""
     logits = driver.model.forward(RaggedBatch((*beside, chunk))).logits
     driver.cache.advance(table, chunk.base)
-    return logits[-chunk.logit_count :]
+    return logits[-chunk.logit_count :].clone()
 
 
 def go_on(driver: Driver, table: BlockTable, nodes: Sequence[int]) -> None:

@@ -267,7 +267,7 @@ def sampler_outputs(
     with mock.patch.object(verification_module, "uniform", uniform):
         masks = setting.masks(path, tokens)
         masks = None if masks is None else masks.repeat(count, 1)
-        return verification_module.verify(requests, [len(lines)] * count, logits, masks)
+        return verification_module.verify(requests, [len(lines)] * count, logits, masks=masks)
 
 
 def lanes_of_recovered(setting: Setting, path: Path, tokens: Path, rows: tuple[DraftProbs, ...]) -> list[Lane]:

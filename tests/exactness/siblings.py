@@ -277,7 +277,7 @@ def sampled(world: SiblingWorld, path: Path, offer: Offer, uniform: Callable, co
     masks = world.masks(path, offer)
     masks = None if masks is None else masks.repeat(count, 1)
     with mock.patch.object(verification_module, "uniform", uniform):
-        return verification_module.verify(requests, [len(lines)] * count, logits, masks)
+        return verification_module.verify(requests, [len(lines)] * count, logits, masks=masks)
 
 
 def row_paths(offer: Offer) -> list[Path]:

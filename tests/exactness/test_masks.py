@@ -173,7 +173,7 @@ def test_rows_without_a_grammar_have_the_bits_of_no_masks(rule: Rule, policy: di
     verifications, proposals, logits = batch(rule, **policy)
     masks = torch.full((ROWS, word_count(WIDTH)), -1, dtype=torch.int32)
     masks[2], masks[2, 7] = 0, 0b1001
-    plain, found = (verify(verifications, [1] * ROWS, logits, one) for one in (None, masks))
+    plain, found = (verify(verifications, [1] * ROWS, logits, masks=one) for one in (None, masks))
     own, theirs = (propose(proposals, logits, one) for one in (None, masks))
     others = [0, 1, 3, 4, 5]
     assert [plain[row] for row in others] == [found[row] for row in others]
@@ -199,7 +199,7 @@ def test_masks_of_another_shape_are_refused() -> None:
         masks = torch.full(shape, -1, dtype=dtype)
         wanted = rf"they must be torch.int32 \[{ROWS}, at least {words}\]"
         with pytest.raises(ValueError, match=wanted):
-            verify(verifications, [1] * ROWS, logits, masks)
+            verify(verifications, [1] * ROWS, logits, masks=masks)
         with pytest.raises(ValueError, match=wanted):
             propose(proposals, logits, masks)
 

@@ -102,6 +102,8 @@ TABLE = (
             "specdec.protocol.tree_shape",
             "specdec.engine.cpu.kernels",
             "specdec.engine.cpu.sampling",
+            "specdec.engine.cuda.kernels",
+            "specdec.engine.readback",
         ),
         NETWORK_LIBRARIES + ("asyncio", "transformers"),
     ),

@@ -47,8 +47,8 @@ UNUSED_WORDS = {
     r"whoever|so many|nobody|anybody|somebody": "a noun: the client, the draft, a session",
 }
 UNUSED = re.compile(r"(?<![a-z])(?:" + "|".join(f"(?:{word})" for word in UNUSED_WORDS) + r")(?![a-z])", re.IGNORECASE)
-# The same letters where they belong to others: a library's name, a field of Kubernetes.
-BORROWED = re.compile(r"leaf modules?|correction factor")
+# The same letters where they belong to others: a library's name, a field of Kubernetes, an argument of Triton.
+BORROWED = re.compile(r"leaf modules?|correction factor|eviction_policy|evict_first")
 TEXT_SUFFIXES = (".py", ".proto", ".md", ".yaml", ".toml", "Makefile", "Dockerfile")
 
 

@@ -360,9 +360,7 @@ def test_the_text_of_an_exception_stays_at_the_replica() -> None:
 def engine(tmp_path: Path) -> Iterator[Engine[Any, Any]]:
     """A running engine; its table model is for protocol tests only."""
     write_table_model(tmp_path / "table", vocabulary_size=7)
-    running: Engine[Any, Any] = Engine(
-        load_model(str(tmp_path / "table")), 8, 16, lambda payloads, counts, logits: payloads
-    )
+    running: Engine[Any, Any] = Engine(load_model(str(tmp_path / "table")), 8, 16, lambda payloads, *_: payloads)
     running.start()
     yield running
     running.stop()

@@ -45,7 +45,7 @@ class RecordingModel:
         return self.model.forward(batch)
 
 
-def argmaxes(payloads: list[object], row_counts: list[int], logits: torch.Tensor) -> list[object]:
+def argmaxes(payloads: list[object], row_counts: list[int], logits: torch.Tensor, *_: object) -> list[object]:
     """SamplerOutput for tests: the payload and the argmax of each of its rows. The payload "bad" raises."""
     if "bad" in payloads:
         raise RuntimeError("planted")

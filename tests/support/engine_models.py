@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -154,6 +155,13 @@ def without_kernels() -> AbstractContextManager[object]:
     return mock.patch.object(backend, "kernels", lambda: None)
 
 
+def kept(output: StepOutput) -> StepOutput:
+    """A step's results, valid beyond the model's next forward."""
+    copies = {name: getattr(output, name) for name in ("logits", "hidden", "features")}
+    copies = {name: None if own is None else own.clone() for name, own in copies.items()}
+    return replace(output, is_finite=tuple(output.is_finite), **copies)
+
+
 class Driver:
     """Feeds a model through a cache step by step, on the test's own thread. Of the drivers of one model, only the last
     made can be used: a model writes to the storage it allocated last."""
@@ -181,7 +189,7 @@ class Driver:
             Chunk(table.block_ids, table.length, ids, count, encoder_length=table.encoder_length)
             for table, ids, count in feeds
         )
-        output = self.model.forward(RaggedBatch(chunks))
+        output = kept(self.model.forward(RaggedBatch(chunks)))
         for table, token_ids, _ in feeds:
             self.cache.advance(table, table.length + len(token_ids))
         return output

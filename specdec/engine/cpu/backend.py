@@ -131,6 +131,10 @@ class CpuBackend:
             self._call = llama_model(self._kernels, base, self._output, *sizes, split.total_of if split else None)
 
     @property
+    def numerics(self) -> str:
+        return ""
+
+    @property
     def cache_bytes_per_position(self) -> int:
         shape = self._shape
         return 2 * self._dtype.itemsize * shape.layer_count * shape.kv_head_count * shape.head_size  # keys and values

@@ -1,7 +1,8 @@
 """The GPU backend: storage, plans, attention, and steps replayed from captured graphs.
 
-Only reading `FiniteFlags` waits for the device: the sampler, which uses the logits, has waited by then. On a GPU a
-row's bits may depend on its neighbours: kernels are chosen by the shape of a step.
+Only reading a `Readback` waits for the device: the sampler does it, once. On a GPU a row's bits may depend on its
+neighbours where the modules run a step: their kernels are chosen by its shape. Where a step of our own kernels serves
+(`step`), its rows have the same bits in every step, if that was found at loading: `numerics` says so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import nn
@@ -19,14 +20,19 @@ from specdec.engine.attention import AttentionShape
 from specdec.engine.backend import Compute, Product, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
 from specdec.engine.cuda.attention import DENSE, TREES, AttentionBackend, BlockTables, DeviceMetadata
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
+from specdec.engine.cuda.kernels import launch
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
 from specdec.engine.cuda.near_ties import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
 from specdec.engine.cuda.select import select_backend
+from specdec.engine.cuda.step import DeviceStep, PlannedStep
+from specdec.engine.cuda.step_check import device_step
+from specdec.engine.cuda.step_plan import ItemBuffer, ItemTensors, captured_shapes, shape_of
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.linears import replace_linears
 from specdec.engine.packed import PackedWeight
+from specdec.engine.readback import Readback
 
 logger = logging.getLogger("specdec.engine")
 
@@ -35,21 +41,14 @@ KEY_CELLS_MAX = 1 << 15  # key capacity of a graph, all sequences together
 
 
 class FiniteFlags(Sequence[bool]):
-    """Whether all values of each chunk are finite; the first read waits for the copy to the host."""
+    """Whether all values of each chunk are finite; the first read waits for the step, unless the sampler did."""
 
-    def __init__(self, batch: RaggedBatch, is_finite: torch.Tensor, logit_offset: int):
-        """`is_finite` [rows + logits] bool on the device; flags of logits begin at `logit_offset`."""
+    def __init__(self, batch: RaggedBatch, readback: Readback, logit_offset: int):
+        """`logit_offset`: index of the first flag of logits among the step's flags."""
         self._batch = batch
+        self._readback = readback
         self._logit_offset = logit_offset
         self._flags: tuple[bool, ...] | None = None
-        self._copied: torch.cuda.Event | None = None
-        if is_finite.device.type == "cuda":
-            self._on_host = torch.empty(is_finite.shape, dtype=torch.bool, pin_memory=True)
-            self._on_host.copy_(is_finite, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        else:
-            self._on_host = is_finite.clone()
 
     def __len__(self) -> int:
         return len(self._batch.chunks)
@@ -62,10 +61,17 @@ class FiniteFlags(Sequence[bool]):
 
     def __getitem__(self, index: int | slice) -> bool | tuple[bool, ...]:
         if self._flags is None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._flags = chunk_flags(self._batch, self._on_host.tolist(), self._logit_offset)
+            self._flags = chunk_flags(self._batch, self._readback.flags(), self._logit_offset)
         return self._flags[index]
+
+
+class DeviceResult(NamedTuple):
+    """Results of a step that stay on the device: see `StepResult`. `numbers`: see `Readback`."""
+
+    logits: torch.Tensor
+    numbers: torch.Tensor
+    hidden: torch.Tensor | None
+    features: torch.Tensor | None
 
 
 class DeviceBackend:
@@ -92,6 +98,7 @@ class DeviceBackend:
         self.with_graphs = with_graphs
         self._graph_sequences_max = graph_sequences_max
         self._storage: DeviceStorage | None = None
+        self._call: DeviceStep | None = None
 
     def replace_modules(self, base: nn.Module) -> None:
         with self._current():
@@ -110,6 +117,15 @@ class DeviceBackend:
         weight = output.get_buffer("weight")
         self.product_bytes = sum(each.byte_count for each in products) + weight.numel() * weight.element_size()
         self._shape = shape
+        with self._current():
+            self._call = device_step(base, output, shape, self._dtype, self.device, self._positions_max)
+
+    @property
+    def numerics(self) -> str:
+        if self._call is None:
+            return ""
+        bits = "equal bits in every step" if self._call.has_equal_rows else "bits of a row by its step"
+        return f"triton {launch.version()}, {bits}"
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -122,26 +138,38 @@ class DeviceBackend:
         self._storage = DeviceStorage(
             shape.layer_count, block_count, block_size, shape.kv_head_count, shape.head_size, self._dtype, self.device
         )
-        with self._current():
-            self.way = TREES if self._has_trees else select_backend(shape, block_size, self._dtype, self.device)
         # No sequence of this cache is longer than this.
         key_max = min(self._positions_max, (block_count - 1) * block_size)
         self._key_max = key_max
-        self._shapes = self._shapes_for(key_max) if self.with_graphs else []
         self._graphs: dict[StepShape, Captured] | None = None
         self.margins: MarginCounter | None = None
-        self._results: StepResult | None = None
-        # Captured steps read one buffer at fixed addresses; the other grows.
-        self._fixed, self._exact = (StepBuffer(block_size, self._storage.scratch_slot, self.device) for _ in range(2))
+        self._results: DeviceResult | None = None
+        with self._current():
+            self._prepare(self._storage)
+        return self._storage
+
+    def _prepare(self, storage: DeviceStorage) -> None:
+        """Makes what plans a step: captured steps read one buffer at fixed addresses; the other grows."""
+        self._fixed: StepBuffer | ItemBuffer
+        self._exact: StepBuffer | ItemBuffer
+        if self._call:
+            self._call.reserve(self._key_max)
+            layout = self._call.layout(storage)
+            self._fixed, self._exact = (ItemBuffer(layout, self.device) for _ in range(2))
+        else:
+            sizes = storage.block_size, self._dtype, self.device
+            self.way = TREES if self._has_trees else select_backend(self._shape, *sizes)
+            buffers = (StepBuffer(storage.block_size, storage.scratch_slot, self.device) for _ in range(2))
+            self._fixed, self._exact = buffers
+        self._shapes = self._shapes_for(self._key_max) if self.with_graphs else []
         for step_shape in self._shapes:
             self._fixed.reserve(step_shape)
-        return self._storage
 
     def plan(self, batch: RaggedBatch) -> StepShape:
         """Fills the tensors of the step; returns the smallest captured shape that holds it, or its own."""
         if self._storage is None:
             raise RuntimeError("forward was called before allocate")
-        needed = exact_shape(batch, self._has_trees)
+        needed = shape_of(batch) if self._call else exact_shape(batch, self._has_trees)
         shape = next((shape for shape in self._shapes if shape.holds(needed)), None)
         if shape is not None:
             self._fixed.fill(batch, shape)
@@ -175,16 +203,34 @@ class DeviceBackend:
         if self._graphs and self._results and plan in self._graphs:
             self._fixed.send(plan)
             self._graphs[plan].replay()
-            result = fixed_part(self._results, plan)
-            logits = result.logits[: batch.logit_count].clone()  # the next step of any shape overwrites them
-            hidden = None if result.hidden is None else result.hidden[: batch.logit_count].clone()
-            features = None if result.features is None else result.features[: batch.row_count].clone()
+            result = self._part_of(self._results, plan)
         else:
-            result = compute(self._input(self._exact.send(plan)))
-            logits = result.logits[: batch.logit_count]
-            hidden = None if result.hidden is None else result.hidden[: batch.logit_count]
-            features = None if result.features is None else result.features[: batch.row_count]
-        return StepOutput(logits, FiniteFlags(batch, result.is_finite, plan.row_count), hidden, features)
+            result = self._found(compute(self._input(self._exact.send(plan))))
+        count = batch.logit_count
+        hidden = None if result.hidden is None else result.hidden[:count]
+        features = None if result.features is None else result.features[: batch.row_count]
+        readback = Readback(result.numbers, 0 if self._has_trees else plan.logit_count)
+        flags = FiniteFlags(batch, readback, plan.row_count)
+        return StepOutput(result.logits[:count], flags, hidden, features, readback)
+
+    def _found(self, result: StepResult) -> DeviceResult:
+        """Returns the results as they are kept. A draft's best ids are not: no sampler reads them."""
+        if self._has_trees:
+            numbers = result.is_finite.to(torch.int64)
+        else:
+            best_ids = result.logits.argmax(1) if result.best_ids is None else result.best_ids  # the first maximum
+            numbers = torch.cat((best_ids, result.is_finite))
+        return DeviceResult(result.logits, numbers, result.hidden, result.features)
+
+    def _number_count(self, shape: StepShape) -> int:
+        return shape.row_count + (1 if self._has_trees else 2) * shape.logit_count
+
+    def _part_of(self, results: DeviceResult, shape: StepShape) -> DeviceResult:
+        """Returns the views of a captured shape's results."""
+        count = shape.logit_count
+        hidden = None if results.hidden is None else results.hidden[:count]
+        features = None if results.features is None else results.features[: shape.row_count]
+        return DeviceResult(results.logits[:count], results.numbers[: self._number_count(shape)], hidden, features)
 
     def _measured_drift(self, compute: Compute) -> float:
         """Returns the drift, measured on blocks without a holder, which are zeroed afterwards."""
@@ -203,6 +249,9 @@ class DeviceBackend:
 
     def _shapes_for(self, key_max: int) -> list[StepShape]:
         """Returns the shapes to capture; with block tables, capacity for the longest text has no cost."""
+        if self._call:
+            cells_max = 2 * key_max if self._has_trees else key_max  # a draft's sequences have more cells
+            return captured_shapes(cells_max, self._graph_sequences_max)
         if isinstance(self.way, BlockTables):
             return graph_shapes([key_max], None, self._graph_sequences_max)
         if self._has_trees:  # its sequences have more cells than positions
@@ -215,16 +264,12 @@ class DeviceBackend:
         started_s = time.perf_counter()
 
         def run(shape: StepShape) -> None:
-            result = compute(self._input(self._fixed.views(shape)))
+            result = self._found(compute(self._input(self._fixed.views(shape))))
             if self._results is None:
                 self._results = self._make_results(result)
-            place = fixed_part(self._results, shape)
-            place.logits.copy_(result.logits)
-            place.is_finite.copy_(result.is_finite)
-            if place.hidden is not None and result.hidden is not None:
-                place.hidden.copy_(result.hidden)
-            if place.features is not None and result.features is not None:
-                place.features.copy_(result.features)
+            for place, own in zip(self._part_of(self._results, shape), result):
+                if place is not None and own is not None and place.data_ptr() != own.data_ptr():
+                    place.copy_(own)
 
         def prepare(shape: StepShape) -> Callable[[], None]:
             self._fixed.fill(RaggedBatch(()), shape)  # padding only
@@ -236,31 +281,26 @@ class DeviceBackend:
         if self._shapes:
             logger.info("captured %d steps in %.1f s", len(self._shapes), time.perf_counter() - started_s)
 
-    def _make_results(self, like: StepResult) -> StepResult:
-        """Returns a buffer for the results of the captured shapes, shared by all."""
-        logit_count = max(shape.logit_count for shape in self._shapes)
-        flag_count = max(shape.row_count + shape.logit_count for shape in self._shapes)
-        logits = like.logits.new_empty(logit_count, like.logits.shape[1])
+    def _make_results(self, like: DeviceResult) -> DeviceResult:
+        """Returns a buffer for the results of the captured shapes, shared by all: the step's own, if it has one."""
+        counts = ((shape.logit_count, shape.row_count, self._number_count(shape)) for shape in self._shapes)
+        logit_count, row_count, number_count = map(max, zip(*counts))
         hidden = None if like.hidden is None else like.hidden.new_empty(logit_count, like.hidden.shape[1])
-        features = like.features
-        if features is not None:
-            row_count = max(shape.row_count for shape in self._shapes)
-            features = features.new_empty(row_count, features.shape[1])
-        return StepResult(logits, like.is_finite.new_empty(flag_count), hidden, features)
+        features = None if like.features is None else like.features.new_empty(row_count, like.features.shape[1])
+        logits = like.logits.new_empty(logit_count, like.logits.shape[1])
+        if self._call and like.logits.data_ptr() == self._call.results.logits.data_ptr():
+            logits = self._call.results.logits
+        return DeviceResult(logits, like.numbers.new_empty(number_count), hidden, features)
 
-    def _input(self, step: StepTensors) -> StepInput:
+    def _input(self, step: StepTensors | ItemTensors) -> StepInput:
         assert self._storage is not None
+        if isinstance(step, ItemTensors):
+            assert self._call is not None
+            call = PlannedStep(self._call, self._storage, step)
+            return StepInput(step.input_ids[None], step.positions[None], step.logit_rows, None, call)
         plan = DeviceMetadata(self._storage, step, self.way)
         return StepInput(step.input_ids[None], step.positions[None], step.logit_rows, plan)
 
     def _current(self) -> AbstractContextManager[object]:
         """Makes the device this thread's current one."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-
-def fixed_part(results: StepResult, shape: StepShape) -> StepResult:
-    """Returns the views of a captured shape's results."""
-    count = shape.logit_count
-    hidden = None if results.hidden is None else results.hidden[:count]
-    features = None if results.features is None else results.features[: shape.row_count]
-    return StepResult(results.logits[:count], results.is_finite[: shape.row_count + count], hidden, features)

@@ -93,6 +93,7 @@ class DeviceOutput(nn.Module):
     """
 
     weight: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float = 1.0, softcap: float | None = None
@@ -107,7 +108,7 @@ class DeviceOutput(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] -> [rows, vocab] float32."""
         logits = wider_product(x, self.weight) if self.is_mixed else x.float() @ self.weight
-        if isinstance(self.bias, torch.Tensor):
+        if self.bias is not None:
             logits = logits.add_(self.bias)
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)

@@ -33,8 +33,8 @@ class DeviceStorage:
         shape = (2, block_count + 1, block_size, kv_head_count, head_size)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_count)]
         # Two views of the same memory: single positions to write and to gather, whole blocks for block tables.
-        self.slots = [layer.view(2, -1, kv_head_count, head_size).unbind() for layer in self.layers]
-        self.blocks = [layer.unbind() for layer in self.layers]
+        self.slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self.layers]
+        self.blocks = [(keys, values) for keys, values in self.layers]
 
     @torch.inference_mode()
     def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:

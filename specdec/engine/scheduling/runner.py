@@ -17,12 +17,14 @@ import torch
 
 from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.engine.interface import CausalModel, Chunk, RaggedBatch, StepAbandoned
+from specdec.engine.readback import Readback
 from specdec.engine.scheduling.feed import Answer, Feed, Payload
 from specdec.errors import NumericsError, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
-Sampler = Callable[[Sequence[Payload], Sequence[int], torch.Tensor], Sequence[Answer]]
+# (payloads, the rows of each, logits, what a device's step found of these rows) -> sampler outputs
+Sampler = Callable[[Sequence[Payload], Sequence[int], torch.Tensor, Readback | None], Sequence[Answer]]
 # (payloads, the rows of each, their final hidden states if the model returns them, sampler outputs) -> sampler outputs
 # with what hidden states add
 HiddenReader = Callable[
@@ -39,7 +41,8 @@ class Computed:
     """Results of the forwards: per feed an error or None, its logits, the hidden states of the same rows if the model
     returns them, and whether all its values are finite.
 
-    `together` is all logits if one forward ran all. On a GPU, reading a flag waits for the forward.
+    `together` is all logits if one forward ran all, `readback` that of the forward. On a GPU, reading a flag waits for
+    the forward.
     """
 
     outcomes: list[SpecdecError | None]
@@ -47,6 +50,12 @@ class Computed:
     hidden: list[torch.Tensor | None]  # each [logit_count, hidden]
     is_finite: Sequence[bool]
     together: torch.Tensor | None  # [sum of logit counts, vocab] float32
+    readback: Readback | None = None
+
+    def kept(self) -> Computed:
+        """Returns the same, valid beyond the next forward."""
+        logits, hidden = ([None if one is None else one.clone() for one in own] for own in (self.logits, self.hidden))
+        return Computed(self.outcomes, logits, hidden, tuple(self.is_finite), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,7 @@ class StepRunner(Generic[Payload, Answer]):
                 self._scrub(feed.table, chunk)
                 return Computed([_as_specdec_error(error)], [None], [None], [True], None)
             logger.warning("a step of %d requests failed (%s); repeating them one by one", len(chosen), error)
-        alone = [self._forward([one]) for one in chosen]
+        alone = [self._forward([one]).kept() for one in chosen]
         outcomes, logits, hidden, flags = (
             [getattr(one, name)[0] for one in alone] for name in ("outcomes", "logits", "hidden", "is_finite")
         )
@@ -142,7 +151,7 @@ class StepRunner(Generic[Payload, Answer]):
         hidden: list[torch.Tensor | None] = [None] * len(chosen)
         if output.hidden is not None:
             hidden[:] = output.hidden.split(counts)
-        return Computed([None] * len(chosen), logits, hidden, output.is_finite, output.logits)
+        return Computed([None] * len(chosen), logits, hidden, output.is_finite, output.logits, output.readback)
 
     def _judge(self, chosen: Chosen[Payload, Answer], computed: Computed) -> list[Answer | SpecdecError | None]:
         """Returns the outcomes: for every feed with logits its sampler output, or the error of the sampler.
@@ -156,7 +165,8 @@ class StepRunner(Generic[Payload, Answer]):
             if asked:
                 together = torch.cat(list(asked.values())) if computed.together is None else computed.together
                 hidden = [computed.hidden[index] for index in asked]
-                results.update(zip(asked, self._output_of([chosen[index] for index in asked], together, hidden)))
+                its_own = [chosen[index] for index in asked]
+                results.update(zip(asked, self._output_of(its_own, together, hidden, computed.readback)))
         except Exception as error:
             logger.warning("sampling for %d requests failed (%s); repeating it one by one", len(asked), error)
             results = {
@@ -176,10 +186,14 @@ class StepRunner(Generic[Payload, Answer]):
         return outcomes
 
     def _output_of(
-        self, chosen: Chosen[Payload, Answer], logits: torch.Tensor, hidden: Sequence[torch.Tensor | None]
+        self,
+        chosen: Chosen[Payload, Answer],
+        logits: torch.Tensor,
+        hidden: Sequence[torch.Tensor | None],
+        readback: Readback | None = None,
     ) -> Sequence[Answer]:
         payloads = [feed.payload_of(chunk) for feed, chunk in chosen]
-        results = self._sampler(payloads, [chunk.logit_count for _, chunk in chosen], logits)
+        results = self._sampler(payloads, [chunk.logit_count for _, chunk in chosen], logits, readback)
         if len(results) != len(chosen):
             raise ValueError(f"the sampler gave {len(results)} results for {len(chosen)} requests")
         if self._read_hidden is not None:

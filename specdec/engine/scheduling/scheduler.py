@@ -82,10 +82,10 @@ class Engine(Generic[Payload, Answer]):
     """One thread that owns a model, its cache and the state in closures posted by its users.
 
     `post` may be called from any thread, `submit` and `cache` only on the engine thread. `sampler(payloads,
-    row_counts, logits)` turns the logits of a step into one result per payload, in order. `prompt_rows_max`: most rows
-    of prompts in a step without decodes; None: all rows. `abandons_steps`: that is for steps while a short feed waits,
-    and for a while after an abandoned one; others have all rows, and an urgent post ends them between two layers. Their
-    rows run again. `stepped(rows, feeds, seconds)` is called after every step, on the engine thread.
+    row_counts, logits, readback)` turns the logits of a step into one result per payload, in order. `prompt_rows_max`:
+    most rows of prompts in a step without decodes; None: all rows. `abandons_steps`: that is for steps while a short
+    feed waits, and for a while after an abandoned one; others have all rows, and an urgent post ends them between two
+    layers. Their rows run again. `stepped(rows, feeds, seconds)` is called after every step, on the engine thread.
     `read_hidden(payloads, hidden states, results)` adds to the results what hidden states say, for a model that returns
     them.
     """

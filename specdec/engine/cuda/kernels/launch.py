@@ -1,0 +1,85 @@
+"""The one module that imports Triton, which torch's wheels for CUDA bring and others lack: what kernels are written
+with, and how one is launched.
+
+Without Triton the kernels are plain functions that nothing calls. With TRITON_INTERPRET=1, set before the first import,
+they run in Triton's interpreter, which computes with 16-bit numbers of type bfloat16 wrongly and without an error:
+kernels widen all numbers they read to float32, and in the interpreter those of a `tl.dot` too (`WIDE`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language import constexpr
+except ImportError:
+    triton = tl = constexpr = None
+
+logger = logging.getLogger("specdec.engine")
+
+refused: set[torch.device] = set()
+ALIGNMENT = 16  # bytes: Triton compiles another binary for an address that is no multiple of it
+
+
+def is_there() -> bool:
+    """Whether Triton is installed: only then may a kernel be launched."""
+    return triton is not None
+
+
+def is_usable(device: torch.device) -> bool:
+    """Whether the kernels of the sampler run on a device: a GPU on which none of them failed."""
+    return is_there() and device.type == "cuda" and device not in refused
+
+
+def refuse(device: torch.device, reason: str) -> None:
+    """Ends the use of the sampler's kernels on a device, with a line in the log."""
+    refused.add(device)
+    logger.warning("sampling by kernels is not used on %s: %s", device, reason)
+
+
+def version() -> str | None:
+    """Returns the version of Triton, on which the bits of results depend; None without Triton."""
+    return triton.__version__ if is_there() else None
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU."""
+    return is_there() and bool(triton.knobs.runtime.interpret)
+
+
+def jit(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Returns `triton.jit` for a kernel whose arguments `names` are numbers of rows or items: no value of them, not
+    even 1 or a multiple of 16, has a binary of its own."""
+    return triton.jit(do_not_specialize=list(names)) if is_there() else lambda kernel: kernel
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: torch.Tensor | int | None, warps: int, stages: int, **constants: Any
+) -> None:
+    """Launches a kernel on the current device's current stream.
+
+    A missing tensor (None) is read and written nowhere. Raises ValueError for a tensor that does not begin at a
+    multiple of 16 bytes or is not contiguous.
+    """
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, torch.Tensor) and (argument.data_ptr() % ALIGNMENT or not argument.is_contiguous()):
+            raise ValueError(f"argument {place} of {kernel.__name__} must be contiguous from a multiple of 16 bytes on")
+    constants |= {"STAGES": stages, "WIDE": is_interpreted()}
+    known = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    kernel[grid](*arguments, **known, num_warps=warps, num_stages=stages)
+
+
+def cdiv(count: int, size: int) -> int:
+    """Returns how many tiles of `size` hold `count`."""
+    return -(-count // size)
+
+
+def power_of_two(count: int) -> int:
+    """Returns the smallest power of two that is at least `count` >= 1: the sizes of tiles are powers of two."""
+    return 1 << (count - 1).bit_length()

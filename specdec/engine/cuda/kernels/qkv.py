@@ -1,0 +1,234 @@
+"""Queries, keys and values of a layer: the product with its norm before, the rotation, and the write to the cache.
+
+Positions and slots are int64: a slot is one position of the cache's storage, [slots, kv heads, head size].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.engine.cuda.kernels.configs import ROWS, qkv_config
+from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
+from specdec.engine.cuda.kernels.products import NO_NORM, RowNorm
+from specdec.engine.cuda.kernels.tiles import row_scale, tile_product
+
+
+@jit()
+def rotated(a, b, cos, sin):
+    """The two halves of a pair after the rotation by its angle."""
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@jit("row_count")
+def qkv_rope_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    gain_ptr,
+    sums_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    row_count,
+    HEADS: constexpr,
+    KV_HEADS: constexpr,
+    SIZE: constexpr,
+    K: constexpr,
+    PARTS: constexpr,
+    PARTS_PADDED: constexpr,
+    EPSILON: constexpr,
+    ROWS: constexpr,
+    TILE: constexpr,
+    STEP: constexpr,
+    SLICES: constexpr,
+    STAGES: constexpr,
+    NORM: constexpr,
+    BIAS: constexpr,
+    WIDE: constexpr,
+):
+    """One tile of `qkv_rope`: rows of the weight alternate within a head, so that a tile has both halves of a pair."""
+    HALF: constexpr = TILE // 2
+    N: constexpr = (HEADS + 2 * KV_HEADS) * SIZE
+    tile = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < row_count
+    scale = live
+    if NORM:
+        scale = row_scale(sums_ptr, rows, live, K, PARTS, PARTS_PADDED, EPSILON)
+    y = tile_product(
+        x_ptr, weight_ptr, gain_ptr, scale, rows, live, tile, N, K, ROWS, TILE, STEP, SLICES, STAGES, NORM, WIDE
+    )
+    out = query_ptr.dtype.element_ty
+    if BIAS:
+        y += tl.load(bias_ptr + tile * TILE + tl.arange(0, TILE)).to(tl.float32)[:, None]
+    a, b = tl.split(y.to(out).to(tl.float32).reshape(HALF, 2, ROWS).trans(0, 2, 1))  # [HALF, ROWS] each
+    head = tile * TILE // SIZE
+    inner = (tile * TILE % SIZE) // 2 + tl.arange(0, HALF)
+    if head < HEADS + KV_HEADS:
+        at = tl.load(position_ptr + rows, mask=live, other=0)[None, :] * (SIZE // 2) + inner[:, None]
+        a, b = rotated(a, b, tl.load(cos_ptr + at).to(tl.float32), tl.load(sin_ptr + at).to(tl.float32))
+    if head < HEADS:
+        place = query_ptr + (rows.to(tl.int64) * HEADS + head)[None, :] * SIZE + inner[:, None]
+    else:
+        cache_ptr = key_ptr if head < HEADS + KV_HEADS else value_ptr
+        slots = tl.load(slot_ptr + rows, mask=live, other=0)
+        place = cache_ptr + (slots * KV_HEADS + (head - HEADS) % KV_HEADS)[None, :] * SIZE + inner[:, None]
+    tl.store(place, a.to(out), mask=live[None, :])
+    tl.store(place + SIZE // 2, b.to(out), mask=live[None, :])
+
+
+def qkv_rope(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    queries: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    rows: int,
+    *,
+    norm: RowNorm | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Computes norm(x) @ weight^T + bias for the first `rows` rows, rotates queries and keys, writes queries to
+    `queries` and keys and values to their slots of a layer's cache.
+
+    x [>= rows, inputs]; weight [(heads + 2 kv heads) * size, inputs] and bias: all query heads, then keys, then values,
+    `alternated` by the head's size; cos and sin [positions, size / 2], 16-bit or float32; positions and slots
+    [>= rows] int64; queries [>= rows, heads, size]; key_cache and value_cache [slots, kv heads, size]. One 16-bit type.
+    An element i < size / 2 is rotated with i + size / 2.
+    """
+    _, heads, size = queries.shape
+    outputs, inputs = weight.shape
+    config = qkv_config(outputs, inputs, size)
+    launch(
+        qkv_rope_kernel,
+        (cdiv(rows, ROWS), outputs // config.tile),
+        x,
+        weight,
+        bias,
+        norm.gain if norm else None,
+        norm.sums if norm else None,
+        cos,
+        sin,
+        positions,
+        slots,
+        queries,
+        key_cache,
+        value_cache,
+        rows,
+        HEADS=heads,
+        KV_HEADS=key_cache.shape[1],
+        SIZE=size,
+        K=inputs,
+        **(norm.constants() if norm else NO_NORM),
+        ROWS=ROWS,
+        TILE=config.tile,
+        STEP=config.step,
+        SLICES=config.slices,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+@jit()
+def rope_write_kernel(
+    qkv_ptr,
+    query_gain_ptr,
+    key_gain_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    HEADS: constexpr,
+    KV_HEADS: constexpr,
+    SIZE: constexpr,
+    HALF_PADDED: constexpr,
+    EPSILON: constexpr,
+    NORMS: constexpr,
+    STAGES: constexpr,
+):
+    """One head of one row of `rope_write`."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    inner = tl.arange(0, HALF_PADDED)
+    inside = inner < SIZE // 2
+    source = qkv_ptr + (row * (HEADS + 2 * KV_HEADS) + head) * SIZE + inner
+    out = query_ptr.dtype.element_ty
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + SIZE // 2, mask=inside, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if NORMS:
+            gain_ptr = query_gain_ptr if head < HEADS else key_gain_ptr
+            scale = tl.rsqrt(tl.sum(a * a + b * b, 0) / SIZE + EPSILON)
+            gain = tl.load(gain_ptr + inner, mask=inside, other=0.0).to(tl.float32)
+            more = tl.load(gain_ptr + SIZE // 2 + inner, mask=inside, other=0.0).to(tl.float32)
+            a = (a * scale * gain).to(out).to(tl.float32)
+            b = (b * scale * more).to(out).to(tl.float32)
+        at = tl.load(position_ptr + row) * (SIZE // 2) + inner
+        cos = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        a, b = rotated(a, b, cos, sin)
+    if head < HEADS:
+        place = query_ptr + (row * HEADS + head) * SIZE + inner
+    else:
+        cache_ptr = key_ptr if head < HEADS + KV_HEADS else value_ptr
+        place = cache_ptr + (tl.load(slot_ptr + row) * KV_HEADS + (head - HEADS) % KV_HEADS) * SIZE + inner
+    tl.store(place, a.to(out), mask=inside)
+    tl.store(place + SIZE // 2, b.to(out), mask=inside)
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    queries: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    rows: int,
+    *,
+    gains: tuple[torch.Tensor, torch.Tensor] | None = None,
+    epsilon: float = 0.0,
+) -> None:
+    """As `qkv_rope`, from its product: qkv [>= rows, heads + 2 kv heads, size], rows of heads in their own order.
+
+    With `gains` (queries, keys), each [size], every head of a query or key is normalized first: norms of heads.
+    """
+    _, heads, size = queries.shape
+    kv_heads = key_cache.shape[1]
+    query_gain, key_gain = gains or (None, None)
+    launch(
+        rope_write_kernel,
+        (rows, heads + 2 * kv_heads),
+        qkv,
+        query_gain,
+        key_gain,
+        cos,
+        sin,
+        positions,
+        slots,
+        queries,
+        key_cache,
+        value_cache,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        SIZE=size,
+        HALF_PADDED=power_of_two(size // 2),
+        EPSILON=epsilon,
+        NORMS=gains is not None,
+        warps=1,
+        stages=1,
+    )

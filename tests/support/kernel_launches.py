@@ -1,0 +1,193 @@
+"""The kernels of a step of a model, as they are launched: compiled without a GPU, and what the result tells of itself.
+
+Triton brings the programs of NVIDIA's toolkit with which it compiles (`ptxas`) and with which a binary is read
+(`cuobjdump`), in `triton/backends/nvidia/bin`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.engine.cuda.items import ItemLayout
+from specdec.engine.cuda.kernels import attention, norms, products, qkv
+from specdec.engine.cuda.kernels.configs import head_tiles, sum_parts
+
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+TYPES[torch.int64] = "*i64"
+MODULES: tuple[Any, ...] = (products, qkv, norms, attention)
+# The types of NVIDIA's instructions for tensor cores: of a warp, of four warps, of the generation after.
+TENSOR_CORES = re.compile(r"\b(HMMA|HGMMA|UTCHMMA|UTCQMMA|QGMMA|OMMA)\b")
+# Bytes of shared memory that one block may have: NVIDIA's programming guide, table of compute capabilities.
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a model, and what sets its kernels apart."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    size: int
+    inner: int
+    vocab: int
+    dtype: torch.dtype = torch.bfloat16
+    gain: torch.dtype = torch.bfloat16
+    activation: products.Activation = "silu"
+    bias: bool = False
+    softcap: float | None = None
+
+
+MODELS = {
+    "llama-1b": Model(2048, 32, 8, 64, 8192, 128256),
+    "llama-8b": Model(4096, 32, 8, 128, 14336, 128256),
+    "qwen-0.5b": Model(896, 14, 2, 64, 4864, 151936, torch.float16, torch.float16, bias=True),
+    "gemma-2b": Model(2304, 8, 4, 256, 9216, 256000, gain=torch.float32, activation="gelu_tanh", softcap=30.0),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the kernel, the types of its arguments, and the values of its constants."""
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[tuple[int], Any]
+    pointers: tuple[int, ...]
+    warps: int
+    stages: int
+
+    def source(self) -> Any:
+        """What Triton compiles, as it would for a launch on a GPU: pointers to multiples of 16 bytes."""
+        from triton.compiler import ASTSource
+
+        attributes = {(place,): [["tt.divisibility", 16]] for place in self.pointers}
+        return ASTSource(self.kernel, signature=self.types, constexprs=self.constants, attrs=attributes)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Within it, launches are recorded instead of made; tensors may be on the device "meta"."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, grid: object, *arguments: Any, warps: int, stages: int, **constants: Any) -> None:
+        constants |= {"STAGES": stages, "WIDE": False}
+        values = [*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :])]
+        types, constant_values, pointers = {}, {}, []
+        for place, (name, value) in enumerate(zip(kernel.arg_names, values)):
+            if isinstance(value, torch.Tensor):
+                types[name] = TYPES[value.dtype]
+                pointers.append(place)
+            elif place < len(arguments) and value is not None:
+                types[name] = "i32"
+            else:
+                types[name] = "constexpr"
+                constant_values[(place,)] = value
+        launches.append(Launch(kernel, types, constant_values, tuple(pointers), warps, stages))
+
+    plain = products.launch
+    for module in MODULES:
+        module.launch = record
+    try:
+        yield launches
+    finally:
+        for module in MODULES:
+            module.launch = plain
+
+
+def step_of(model: Model) -> dict[str, Launch]:
+    """The launches of a step of a model, each once, by name."""
+    rows = 16
+    kinds = {"x": model.dtype, "gain": model.gain, "f": torch.float32, "i": torch.int32, "l": torch.int64}
+
+    def of(kind: str, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=kinds[kind], device="meta")
+
+    hidden, inner, size = model.hidden, model.inner, model.size
+    heads, kv_heads, tiles = model.heads, model.kv_heads, head_tiles(model.vocab)
+    x, sums, gain = of("x", rows, hidden), of("f", rows, sum_parts(hidden)), of("gain", hidden)
+    norm = products.RowNorm(sums, gain, 1e-6)
+    angles, places = [of("x", 4096, size // 2)] * 2, [of("l", rows)] * 2
+    written = of("x", rows, heads, size), *[of("x", 1 << 20, kv_heads, size)] * 2
+    outputs = (heads + 2 * kv_heads) * size
+    flags = of("i", rows)
+    found = of("f", rows, tiles), of("i", rows, tiles), of("i", rows, tiles)
+    bias = of("x", outputs) if model.bias else None
+    tile_rows = attention.attend_config(heads, kv_heads, size).tile_rows
+    items = of("i", 4096), ItemLayout(rows, 256, tile_rows, (None,), 0)
+    partials = attention.make_partials(rows, heads, size, 131072, torch.device("meta"))
+    rule = {"scaling": size**-0.5, "softcap": model.softcap}
+    with recorded() as launches:
+        norms.embed(places[0], of("x", model.vocab, hidden), x, sums, rows)
+        qkv.qkv_rope(x, of("x", outputs, hidden), *angles, *places, *written, rows, norm=norm, bias=bias)
+        head_rows = of("x", rows, heads + 2 * kv_heads, size)
+        gains = of("gain", size), of("gain", size)
+        qkv.rope_write(head_rows, *angles, *places, *written, rows, gains=gains, epsilon=1e-6)
+        attention.attend(*written, *items, partials, 128, **rule)
+        attention.combine(partials, *items, written[0])
+        attended = of("x", rows, heads * size)
+        products.product(attended, of("x", hidden, heads * size), x, rows, residual=x, sums=sums)
+        activated = of("x", rows, inner)
+        products.product(x, of("x", 2 * inner, hidden), activated, rows, norm=norm, activation=model.activation)
+        products.product(activated, of("x", hidden, inner), x, rows, residual=x, sums=sums)
+        norms.rms_norm(x, gain, x, rows, 1e-6, residual=x, sums=sums, finite=flags)
+        products.head(x, of("x", model.vocab, hidden), of("f", rows, model.vocab), *found, rows, softcap=model.softcap)
+        products.pick(*found, flags, flags, rows)
+    names = ("embed", "qkv_rope", "rope_write", "attend", "combine", "o", "gate_up", "down", "rms_norm", "head", "pick")
+    return dict(zip(names, launches, strict=True))
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What a compiled kernel's disassembly tells: bytes of spilled registers and of shared memory, and the kinds of
+    instructions for tensor cores that are in it."""
+
+    spilled_bytes: int
+    shared_bytes: int
+    tensor_cores: frozenset[str]
+
+
+def compiled(launch: Launch, capability: int) -> Binary:
+    """Compiles for a GPU of this compute capability, times 10, and reads the binary."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    kernel = triton.compile(launch.source(), target=GPUTarget("cuda", capability, 32), options=options)
+    path = Path(triton.knobs.cache.dir) / f"{kernel.hash}.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    reader = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+    def read(option: str) -> str:
+        return subprocess.run([reader, option, path], capture_output=True, text=True, check=True).stdout
+
+    usage = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", read("--dump-resource-usage"))
+    assert usage, "cuobjdump does not tell what a kernel uses"
+    disassembly = read("--dump-sass")
+    assert "EXIT" in disassembly
+    spilled = int(usage[1]) + int(usage[2]) + len(re.findall(r"\b(?:LDL|STL)\b", disassembly))
+    return Binary(spilled, kernel.metadata.shared, frozenset(TENSOR_CORES.findall(disassembly)))
+
+
+def intermediate(launch: Launch) -> str:
+    """The kernel in Triton's own intermediate language, before any optimization."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": launch.warps, "num_stages": launch.stages})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options)
+    return str(launch.source().make_ir(target, options, functions, backend.get_module_map(), context))
