@@ -128,7 +128,7 @@ class KernelPass:
     def run(self, chunks: Sequence[PairChunk], embeddings: Tensor, asked: Sequence[int]) -> PassResult:
         """Runs a pass. embeddings: [pairs, hidden] of the target's type; `asked`: pairs whose logits are wanted."""
         model, rows, arguments = self._call(chunks, embeddings, asked)
-        check_memory(self._kernels.step(model, rows, arguments))
+        check_done(self._kernels.step(model, rows, arguments))
         assert arguments.features is not None
         return PassResult(arguments.features, arguments.logits, arguments.is_finite)
 
@@ -139,7 +139,7 @@ class KernelPass:
         path, count = [*chunk.paths[-1], *chain.slots], 1 + len(chain.slots)
         own = self._table, self._before, self._columns, path, chain.keys, chain.temperature, count
         drafted = ChainArguments(model, *own)
-        check_memory(self._kernels.draft(model, rows, arguments, drafted))
+        check_done(self._kernels.draft(model, rows, arguments, drafted))
         is_finite = torch.cat([arguments.is_finite, torch.tensor(drafted.is_finite[1:], dtype=torch.bool)])
         return DraftedChain([*zip(drafted.token_ids, drafted.shares)], drafted.is_finite), is_finite
 
@@ -162,7 +162,9 @@ class KernelPass:
         return self._model, rows, arguments
 
 
-def check_memory(code: int) -> None:
-    """Raises MemoryError for a call that ended with this code and is not done."""
-    if code != structs.DONE:
+def check_done(code: int) -> None:
+    """Raises MemoryError for a call without memory, ValueError for one with a token or place that does not exist."""
+    if code == structs.NO_MEMORY:
         raise MemoryError("no memory for the buffers of a pass")
+    if code != structs.DONE:
+        raise ValueError(f"a pass of the head ended with code {code}: a token, position or slot lies outside its sizes")
