@@ -19,8 +19,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from specdec.decoding.logits_processors import may_edit
 from specdec.decoding.prompt_logprobs import TargetOutput, TargetWork
-from specdec.decoding.proposal import NOISED_TOKENS_MAX, KnownTokens, ProposalRequest, has_cut, may_edit, propose
+from specdec.decoding.proposal import NOISED_TOKENS_MAX, KnownTokens, ProposalRequest, has_cut, propose
 from specdec.decoding.token_path import TokenPath
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.eagle.model import EagleTarget
