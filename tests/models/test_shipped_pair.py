@@ -44,8 +44,9 @@ def test_both_models_have_one_tokenizer() -> None:
 
 
 def test_the_chat_draft_is_small_and_only_a_draft() -> None:
-    """Claim: the chat model's draft has at most 40 MB, so has its head; the draft loads as a draft with the whole vocabulary of its tokenizer, of
-    which it proposes its own tokens, the end token among them, and is refused as a target."""
+    """Claim: the chat model's draft has at most 40 MB, and so has its head; the draft loads as one with the whole
+    vocabulary of its tokenizer, of which it proposes its own tokens, the end token among them, and is refused as a
+    target."""
     folder = FOLDER / "smollm2-draft"
     for own in ("smollm2-draft", "smollm2-head"):
         assert sum(file.stat().st_size for file in (FOLDER / own).iterdir()) <= CHAT_BYTES_MAX
