@@ -216,7 +216,7 @@ def main() -> int:
         return 1
     console.print(table_of(found, pair))
     steps: list[StackSteps] = []
-    if pair.has_encoder:
+    if pair.has_encoder and pair.draft:
         steps = [measure_stacks(folder, dtype) for folder, dtype in ((pair.target, "bfloat16"), (pair.draft, "auto"))]
         console.print(stack_table(steps), published_table())
     bars = [] if is_given else bars_of(found, pair)
