@@ -166,7 +166,7 @@ def test_without_the_package_the_command_to_install_it_is_named(tmp_path, monkey
 def test_the_chat_model_is_served_from_its_own_file_and_answers(tmp_path):
     """Claim: the first use makes a folder without weights of its own, whose greedy text is likeliest for `transformers`
     reading the GGUF file itself, up to the rounding of bfloat16; the second use makes nothing; the demo's questions get
-    the same answers with the shipped head and without, in less memory than a laptop has, and the head proposes half
+    the same answers with the shipped head and without, in less memory than a laptop has, and the head proposes a third
     of their tokens. Conclusive: a weight in the wrong place or order gives tokens whose logits are several below
     the highest; with caches for as many sessions as a server has it would be more memory, where there is some; a head
     of another model or vocabulary is right by chance only."""
