@@ -1,9 +1,10 @@
 """`python -m bench.pair`: a target with its draft, over plain decoding of the same services: the chat model with its
-shipped draft, or with a head of `--heads`, or the two folders of `--target` and `--draft` or `--heads`.
+shipped draft, with a head of `--heads`, or with both, or the two folders of `--target` and `--draft` or `--heads`.
 
 Held-out prompts; plain decoding (off) and the service's own choice (auto, all proposers) in turns on every one. The
 target has one core; draft and coordinator share the other. The chat pair answers as many questions of every class,
-greedy and with a seed at temperature 0.7, on loopback and with a round trip to the draft. A given pair answers the
+greedy and with a seed at temperature 0.7, on loopback and with a round trip to the draft; with draft and head on
+loopback, each proposer alone too, whose best is a bar for all of them together. A given pair answers the
 prompts of a file, an encoder-decoder as its input, on loopback, greedy and at temperature 1 with a seed and without,
 also in rounds of a fixed number of draft tokens, as published for T5 (Leviathan, Kalman, Matias 2023, table 2); of an
 encoder-decoder the steps of both stacks too.
@@ -39,6 +40,8 @@ from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
 
 AUTO = Variant("auto", None, proposers=())  # no names: all that the service has
 WITH_HEAD = Variant("auto", None, proposers=("heads", "ngram", "suffix", "grammar"))  # the draft service is idle then
+ALONE = tuple(Variant(name, None, proposers=(name,)) for name in ("heads", "draft", "ngram", "suffix"))
+ALONE_BAR = 0.98  # of the best single proposer's speed
 GREEDY, SEEDED = RULES_DEFAULT[:2]
 RATE_BARS = {(GREEDY, 0.0): 1.4, (SEEDED, 0.0): 1.3, (GREEDY, 50.0): 1.2, (SEEDED, 50.0): 1.2}  # by rule and RTT in ms
 GIVEN = tuple((rule, 0.0) for rule in (GREEDY, "COUPLED, temperature 1", "REJECTION, temperature 1"))
@@ -54,17 +57,18 @@ Cell = tuple[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What is measured: folders, prompts, ways beside plain decoding, auto first, and cells. `encoded`: a prompt as it
-    is sent; `has_encoder`: of the target; `is_head`: the draft is a feature head on it."""
+    """What is measured: folders, prompts, ways beside plain decoding, auto first, and cells. `draft`: of a draft model
+    that is measured, `heads`: of a feature head on the target; `encoded`: a prompt as it is sent; `has_encoder`: of the
+    target."""
 
     target: Path
-    draft: Path
+    draft: Path | None
+    heads: Path | None
     prompts: Sequence[Prompt]
     encoded: Callable[[Prompt], str | Sequence[int]]
     variants: tuple[Variant, ...]
     cells: tuple[Cell, ...]
     has_encoder: bool
-    is_head: bool = False
 
 
 def questions(per_class: int) -> list[Prompt]:
@@ -80,7 +84,7 @@ def pair_of(asked: argparse.Namespace) -> Pair:
     """Returns the pair of the flags. Raises ConfigError."""
     variants: tuple[Variant, ...]
     given = asked.target, asked.heads or asked.draft, asked.prompts
-    if (asked.target or asked.draft or asked.prompts) and not all(given):
+    if (asked.target or asked.prompts) and not all(given):
         what = "--target, --draft or --heads, and --prompts"
         raise ConfigError(f"{what} go together: without all of them it is the chat pair")
     if all(given):
@@ -91,13 +95,13 @@ def pair_of(asked: argparse.Namespace) -> Pair:
     else:
         asked.target = open_model_folder(CHAT_MODEL).path
         prompts, template = questions(asked.per_class), ChatTemplate.read(asked.target)
-        variants = (WITH_HEAD if asked.heads else AUTO,)
+        variants = (AUTO, *ALONE) if asked.heads and asked.draft else (WITH_HEAD if asked.heads else AUTO,)
     encode = (lambda prompt: prompt.prompt) if template is None else (lambda prompt: template_ids(template, prompt))
-    draft = given[1] or CHAT_DRAFT
+    draft = asked.draft or (None if asked.heads else CHAT_DRAFT)
     cells = GIVEN if all(given) else tuple(cell for cell in RATE_BARS if cell[1] == 0 or not asked.heads)
     has_encoder = open_model_folder(str(asked.target)).has_encoder
     chosen = prompts[: asked.prompt_count or None]
-    return Pair(asked.target, draft, chosen, encode, variants, cells, has_encoder, asked.heads is not None)
+    return Pair(asked.target, draft, asked.heads, chosen, encode, variants, cells, has_encoder)
 
 
 def texts_of(place: Placed, cell: Cell, pair: Pair, tokens: int) -> Found:
@@ -108,14 +112,15 @@ def texts_of(place: Placed, cell: Cell, pair: Pair, tokens: int) -> Found:
     for prompt in track([pair.prompts[0], *pair.prompts], f"{rule}, RTT {rtt_ms:g} ms", console=Console(stderr=True)):
         for variant in (OFF, *pair.variants):
             request = request_of(variant, rule, pair.encoded(prompt), tokens, ignore_eos=False)
-            stub = place.stubs[0 if variant is pair.variants[0] else -1]
+            stub = place.stubs[0 if variant.draft_length is None else -1]
             found.add(variant.name, prompt.name, generate(stub, request))
     return found
 
 
 def table_of(found: dict[Cell, Found], pair: Pair) -> Table:
     """A line for each rule, round trip and way; `accepted` and `tested / accepted`: see the page of performance."""
-    table = Table(title=f"{pair.target.name} with {pair.draft.name}, over plain decoding")
+    names = " and ".join(own.name for own in (pair.draft, pair.heads) if own)
+    table = Table(title=f"{pair.target.name} with {names}, over plain decoding")
     for name in ("rule", "RTT ms", "way", "tok/s", "/ off", "whole texts / off", "accepted", "acceptance", "a round"):
         table.add_column(name, justify="left" if name in ("rule", "way") else "right")
     for (rule, rtt_ms), own in found.items():
@@ -163,12 +168,29 @@ def rate(texts: Sequence[Text]) -> float:
     return sum(len(text.token_ids) for text in timed) / sum(len(text.token_ids) / text.tokens_per_s for text in timed)
 
 
+def bars_of(found: dict[Cell, Found], pair: Pair) -> list[Bar]:
+    """Those of the chat pair: over plain decoding, or of all proposers over the best one alone."""
+    bars = []
+    for cell, own in found.items():
+        where = f"{cell[0]}, RTT {cell[1]:g} ms"
+        if ALONE[0] in pair.variants:
+            over = {one.name: own.ratio(AUTO.name, one.name, per_second, None) or ratio_of([0.0]) for one in ALONE}
+            best = min(over, key=lambda name: over[name].median)
+            bars.append(Bar(f"chat pair, all proposers / {best} alone, {where}", ALONE_BAR, over[best].median))
+        else:
+            name = f"chat pair, auto / off, {where}"
+            bars.append(Bar(name, RATE_BARS[cell], ratio_over_off(own, AUTO).median))
+    return bars
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     flags = argparse.ArgumentParser(prog="python -m bench.pair", description=(__doc__ or "").splitlines()[0])
     flags.add_argument("--target", type=Path, help="folder of the target (the chat model)")
     flags.add_argument("--draft", type=Path, help="folder of its draft (the chat model's)")
-    flags.add_argument("--heads", type=Path, help="folder of an EAGLE-3 head on the target, in place of a draft")
+    flags.add_argument(
+        "--heads", type=Path, help="folder of an EAGLE-3 head on the target; chat pair: beside --draft too"
+    )
     flags.add_argument("--prompts", type=Path, help="prompts of a given pair: one a line, or .jsonl with `prompt`")
     flags.add_argument("--prompt-count", type=int, default=0, help="first prompts; 0: all (%(default)s)")
     flags.add_argument("--draft-tokens", type=int, default=7, help="of a round of a given pair (%(default)s)")
@@ -185,9 +207,8 @@ def main() -> int:
     console = Console(width=150)
     try:
         pair = pair_of(asked)
-        head = {"heads": str(pair.draft)} if pair.is_head else None
-        draft = DRAFT_MODEL if pair.is_head else pair.draft
-        with placed(pair.target, "bfloat16", "auto", draft_model=draft, target=head) as place:
+        head = {"heads": str(pair.heads)} if pair.heads else None
+        with placed(pair.target, "bfloat16", "auto", draft_model=pair.draft or DRAFT_MODEL, target=head) as place:
             hardware = description(place)
             found = {cell: texts_of(place, cell, pair, asked.tokens) for cell in pair.cells}
     except SpecdecError as error:
@@ -195,14 +216,10 @@ def main() -> int:
         return 1
     console.print(table_of(found, pair))
     steps: list[StackSteps] = []
-    if pair.has_encoder:
+    if pair.has_encoder and pair.draft:
         steps = [measure_stacks(folder, dtype) for folder, dtype in ((pair.target, "bfloat16"), (pair.draft, "auto"))]
         console.print(stack_table(steps), published_table())
-    bars = [
-        Bar(f"chat pair, auto / off, {cell[0]}, RTT {cell[1]:g} ms", bound, ratio_over_off(found[cell], AUTO).median)
-        for cell, bound in ({} if is_given else RATE_BARS).items()
-        if cell in found
-    ]
+    bars = [] if is_given else bars_of(found, pair)
     asked.out.mkdir(parents=True, exist_ok=True)
     written = {"hardware": hardware, "bars": as_json(bars), "steps": [asdict(own) for own in steps]}
     for (rule, rtt_ms), own in found.items():

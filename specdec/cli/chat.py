@@ -18,7 +18,7 @@ from specdec.client.request import make_request
 from specdec.client.run import Run
 from specdec.config import SAMPLING, SPECULATION, ServeSettings, TlsSettings
 from specdec.errors import ConfigError, SpecdecError
-from specdec.folders import CHAT_DRAFT, CHAT_MODEL
+from specdec.folders import CHAT_HEAD, CHAT_MODEL
 from specdec.settings import CONNECTION, MODEL, PROMPT, Address, setting, split_address
 from specdec.streams import warn
 from specdec.terminal import print_text
@@ -36,7 +36,8 @@ class ChatSettings(TlsSettings):
     """The model, the services, and the sampling parameters of the answers."""
 
     model: str = setting(CHAT_MODEL, MODEL, "Target model with a chat template: folder or hub id.", min_length=1)
-    draft_model: str = setting(str(CHAT_DRAFT), MODEL, "Draft model: folder or hub id.", min_length=1)
+    draft_model: str = setting("none", MODEL, "Draft model: folder or hub id; none: no draft service.", min_length=1)
+    heads: str = setting("", MODEL, "Folder of heads on the target, or none; absent: those shipped for the chat model.")
     address: Address | None = setting(
         None,
         CONNECTION,
@@ -107,6 +108,7 @@ def services(settings: ChatSettings, folder: Path) -> Iterator[str]:
     own = ServeSettings(
         model=str(folder),
         draft_model=settings.draft_model,
+        heads=settings.heads or (str(CHAT_HEAD) if settings.model == CHAT_MODEL else "none"),
         port=0,
         log_level="error",
         drain_grace_s=1.0,

@@ -1,6 +1,6 @@
 """`specdec demo`: three texts, each with speculation and then without, and a table of both.
 
-It starts the three services on free loopback ports, and stops them. Texts stream to the terminal as they are committed;
+It starts the services on free loopback ports, and stops them. Texts stream to the terminal as they are committed;
 with --json only one object is printed. Times are the client's: a text's rate counts from its first message on.
 """
 
@@ -17,7 +17,7 @@ from specdec.cli.chat import SESSIONS, template_of
 from specdec.cli.demo_texts import RATIO_MEDIAN_MIN, RATIO_MIN, DemoSettings, DemoText, statistics_of
 from specdec.client.request import Request, make_request
 from specdec.config import ServeSettings
-from specdec.folders import CHAT_DRAFT, CHAT_MODEL, CHAT_PROMPTS, heldout_prompts
+from specdec.folders import CHAT_HEAD, CHAT_MODEL, CHAT_PROMPTS, heldout_prompts
 from specdec.streams import warn
 from specdec.terminal import print_text
 
@@ -38,7 +38,6 @@ def demo(settings: DemoSettings) -> int:
     services = ServeSettings(
         **models,
         port=0,
-        threads=1,
         log_level="error",
         drain_grace_s=1.0,
         dtype=settings.dtype,
@@ -63,11 +62,12 @@ def demo(settings: DemoSettings) -> int:
 def embedded_texts() -> tuple[list[DemoText], dict[str, Any]]:
     """Returns prompts of the embedded pair; the pair is what serve takes by default."""
     prompts = heldout_prompts()
-    return [DemoText(prompt_id, prompts[prompt_id]) for prompt_id in PROMPT_IDS], {}
+    return [DemoText(prompt_id, prompts[prompt_id]) for prompt_id in PROMPT_IDS], {"threads": 1}
 
 
 def chat_texts() -> tuple[list[DemoText], dict[str, Any]]:
-    """Returns questions, and the chat pair as settings of serve. Raises ConfigError if the extra is not installed."""
+    """Returns questions, and the chat model with its head as settings of serve. Raises ConfigError if the extra is not
+    installed."""
     folder, template = template_of(CHAT_MODEL)
     questions = heldout_prompts(CHAT_PROMPTS)
     chosen = {own: questions[own] for own in CHAT_PROMPT_IDS}
@@ -75,7 +75,7 @@ def chat_texts() -> tuple[list[DemoText], dict[str, Any]]:
         DemoText(own, f"{question}\n", template.encode([{"role": "user", "content": question}]))
         for own, question in chosen.items()
     ]
-    return texts, {"model": str(folder), "draft_model": str(CHAT_DRAFT)}
+    return texts, {"model": str(folder), "draft_model": "none", "heads": str(CHAT_HEAD)}
 
 
 async def measure(

@@ -49,6 +49,11 @@ class Features:
             self._parts.append(part)
             self._ends.append(end)
 
+    @property
+    def row_count(self) -> int:
+        """Tokens of all texts."""
+        return self._ends[-1] if self._ends else 0
+
     def rows(self, start: int, end: int) -> Tensor:
         """Returns the features of the tokens [start, end) of one text.  # [tokens, layers * hidden] bfloat16"""
         index = next(index for index, last in enumerate(self._ends) if end <= last)
@@ -136,7 +141,10 @@ class RecordingModel:
         assert output.features is not None, "the model was asked for features"
         rows = output.features.to(torch.bfloat16).cpu().split([len(chunk.token_ids) for chunk in batch.chunks])
         for chunk, own in zip(batch.chunks, rows):
-            self._kept.setdefault(chunk.block_ids[0], []).append(own)
+            kept = self._kept.setdefault(chunk.block_ids[0], [])
+            if chunk.start == 0:  # a sequence begins: what is there is of another one, such as the engine's first step
+                kept.clear()
+            kept.append(own)
         return output
 
     def take(self, first_block: int) -> Tensor:

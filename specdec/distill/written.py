@@ -198,4 +198,10 @@ def recorded_features(
                 own = LabelledTexts.load(texts.files[index], texts.origins[index])
                 told = partial(bar.advance, task)
                 record_features(target.to(device), layers, own, files[index], origins[index], told)
-    return Features(files, origins)
+    features, token_count = Features(files, origins), len(texts.texts.token_ids)
+    if features.row_count != token_count:
+        where = files[0].parent
+        raise ConfigError(
+            f"{where} has {features.row_count} rows of features, the texts {token_count} tokens: remove them"
+        )
+    return features

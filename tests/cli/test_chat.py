@@ -19,14 +19,18 @@ from transformers import AutoModelForCausalLM
 
 from specdec import folders
 from specdec.advise.agreement import Reader, agreement_along
+from specdec.advise.chains import ChainReader
 from specdec.chat.template import ChatTemplate
 from specdec.cli.demo import CHAT_PROMPT_IDS
+from specdec.engine.eagle.folder import load_eagle, target_facts
+from specdec.engine.eagle.model import EagleTarget
 from specdec.engine.loading.folder_files import GGUF_FILE
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ModelRefused
 from specdec.folders import (
     CHAT_DRAFT,
+    CHAT_HEAD,
     CHAT_INSTALL,
     CHAT_MODEL,
     CHAT_PROMPTS,
@@ -162,9 +166,9 @@ def test_without_the_package_the_command_to_install_it_is_named(tmp_path, monkey
 def test_the_chat_model_is_served_from_its_own_file_and_answers(tmp_path):
     """Claim: the first use makes a folder without weights of its own, whose greedy text is likeliest for `transformers`
     reading the GGUF file itself, up to the rounding of bfloat16; the second use makes nothing; the demo's questions get
-    the same answers with the shipped draft and without, in less memory than a laptop has, and the draft proposes a
-    third of their tokens. Conclusive: a weight in the wrong place or order gives tokens whose logits are several below
-    the highest; with caches for as many sessions as a server has it would be more memory, where there is some; a draft
+    the same answers with the shipped head and without, in less memory than a laptop has, and the head proposes a third
+    of their tokens. Conclusive: a weight in the wrong place or order gives tokens whose logits are several below
+    the highest; with caches for as many sessions as a server has it would be more memory, where there is some; a head
     of another model or vocabulary is right by chance only."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "specdec.cli", "demo", "--chat", "--json", "--temperature", "0"]
@@ -223,14 +227,16 @@ def shortfalls(answered: list[tuple[list[int], list[int]]]) -> list[float]:
 
 
 def greedy_acceptance(folder: Path, answered: list[tuple[list[int], list[int]]]) -> float:
-    """The share of the answers' tokens that the shipped draft proposes, whatever a machine's load."""
-    told = {"has_stable_rows": False, "target_tokenizer": str(folder)}
-    readers = [Reader(load_model(str(one), **told), 512) for one in (folder, MODELS / "smollm2-draft")]
+    """The share of the answers' tokens that the shipped head proposes, whatever a machine's load."""
+    head = load_eagle(CHAT_HEAD, target_facts(open_model_folder(str(folder))))
+    model = EagleTarget(load_model(str(folder), has_stable_rows=False), head)
+    reader = Reader(model, 512)
+    readers = reader, ChainReader(model, reader.blocks)
     passed = [
         agreement_along(
             *readers,
             [*prompt, *answer],
-            len(prompt) - 1,
+            len(prompt),  # no chain is before the first token
             ResolvedSamplingParams(Rule.GREEDY, 0, len(prompt), temperature=0.0),
         ).passes[Rule.GREEDY]
         for prompt, answer in answered

@@ -69,8 +69,9 @@ def test_a_service_is_built_and_started_as_it_can_be(name: str) -> None:
     assert asked and f'"{asked}"' in " ".join(service["healthcheck"]["test"])
     assert service["read_only"] and service["tmpfs"] == ["/tmp"] and service["cap_drop"] == ["ALL"]
     model = settings.tokenizer if isinstance(settings, CoordinatorSettings) else settings.model
-    stage, unused = stages()[role_of(name)], f"{IMAGE_ROOT}/specdec/embedded/smollm2-draft"
-    assert stage.holds(model) and not stage.holds(unused)
+    stage, embedded = stages()[role_of(name)], f"{IMAGE_ROOT}/specdec/embedded"
+    assert stage.holds(model)
+    assert not any(stage.holds(f"{embedded}/{unused}") for unused in ("smollm2-draft", "smollm2-head"))
 
 
 def test_addresses_are_those_of_services() -> None:

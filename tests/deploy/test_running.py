@@ -56,7 +56,7 @@ def of_compose(role: str) -> Command:
 def lay_out(role: str, folder: Path) -> Path:
     """A folder with the files that the service's stage copies, and the kernels if it takes them and they are here."""
     root = folder / role
-    left_out = shutil.ignore_patterns("__pycache__", "_kernels.so", "smollm2-draft", "target-heads")  # .dockerignore
+    left_out = shutil.ignore_patterns("__pycache__", "_kernels.so", "smollm2-*", "target-heads")  # .dockerignore
     for source, destination in stages()[role].copies:
         if not source.startswith(("pyproject", "constraints", "deploy")):
             path = root / destination / Path(source).name if destination.endswith("/") else root / destination

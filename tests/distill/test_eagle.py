@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
 from specdec.distill.eagle import EagleLearner, head_sizes, new_head
-from specdec.distill.features import Features, features_file, record_features
+from specdec.distill.features import Features, features_file, features_place, record_features, save_features
 from specdec.distill.learners import losses_of
 from specdec.distill.losses import Labels
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Plan, Trainer
+from specdec.distill.written import TextFiles, recorded_features
 from specdec.engine.eagle.features import final_norm_of, gain_of, states_entering
 from specdec.engine.eagle.folder import load_eagle, target_facts
 from specdec.engine.eagle.network import default_layers
@@ -298,30 +300,30 @@ def test_other_families_have_heads(architecture: str, tmp_path: Path, monkeypatc
 
 def test_a_head_of_a_packed_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: a head is learned from the features of a GGUF file as it is served, and belongs to that target. They are
-    kept while texts are written; of texts whose features are missing they are recorded anew, and are the same.
-    Conclusive: both are those of the weights as the folder's reader unpacks them, up to roundings to bfloat16."""
+    kept while texts are written, those of the first text without the rows by which the engine tried the model before;
+    of texts whose features are missing they are recorded anew, and are the same. Conclusive: both are those of the
+    weights as the folder's reader unpacks them, up to roundings to bfloat16."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     target_file = make_tiny_gguf(tmp_path, "llama", "Q8_0")
     assert distilled_head(monkeypatch, target_file, tmp_path / "head") == 0
     opened = open_model_folder(str(target_file))
     layers = load_eagle(tmp_path / "head", target_facts(opened)).config.aux_layer_ids
-    texts = load_file(tmp_path / "head" / "texts" / "train-0000000.safetensors")
-    file = features_file(tmp_path / "head" / "texts" / "train-0000000.safetensors", layers)
+    files = [tmp_path / "head" / "texts" / f"{name}-0000000.safetensors" for name in ("heldout", "train")]
     model = read_weights(str(target_file), opened, opened.digest, torch.float32).eval()
-    lengths = texts["lengths"].tolist()
     for out in ("first", "second"):  # kept, then recorded
-        recorded = load_file(file)["features"]
-        assert recorded.dtype == torch.bfloat16 and len(recorded) == sum(lengths)
-        start = 0
-        for length in lengths[:3]:
-            ids = texts["token_ids"][start : start + length].long()[None]
-            with torch.no_grad(), states_entering(model.base_model, layers) as states:
-                model.base_model(input_ids=ids)
-            wanted = torch.cat([states[layer][0] for layer in layers], 1)
-            error = (recorded[start : start + length].float() - wanted).square().mean().sqrt()
-            assert error < 0.03 * wanted.square().mean().sqrt()
-            start += length
-        file.unlink()
+        for file in files:
+            texts, recorded = load_file(file), load_file(features_file(file, layers))["features"]
+            assert recorded.dtype == torch.bfloat16 and len(recorded) == len(texts["token_ids"]) > 0
+            start = 0
+            for length in texts["lengths"].tolist():
+                ids = texts["token_ids"][start : start + length].long()[None]
+                with torch.no_grad(), states_entering(model.base_model, layers) as states:
+                    model.base_model(input_ids=ids)
+                wanted = torch.cat([states[layer][0] for layer in layers], 1)
+                error = (recorded[start : start + length].float() - wanted).square().mean().sqrt()
+                assert error < 0.03 * wanted.square().mean().sqrt()
+                start += length
+            features_file(file, layers).unlink()
         told = ("--texts", str(tmp_path / "head" / "texts"))
         assert distilled_head(monkeypatch, target_file, tmp_path / out, *told) == 0
 
@@ -363,10 +365,20 @@ def test_flags_of_eagle_alone_are_refused(
 
 
 def test_features_of_other_texts_are_refused(target: Path, tmp_path: Path) -> None:
-    """Claim: a file of features states what it is of; another, and one that is none, are refused by name."""
+    """Claim: a file of features states what it is of; another, and one that is none, are refused by name, and those of
+    more or fewer tokens than the texts have."""
     file = tmp_path / "features.safetensors"
-    features_of(model_of(target), cyclic_texts(1, 0), file)
-    assert len(Features([file], ["origin"]).sizes(3)) == 3
+    texts = cyclic_texts(1, 0)
+    features_of(model_of(target), texts, file)
+    found = Features([file], ["origin"])
+    assert len(found.sizes(3)) == 3 and found.row_count == len(texts.token_ids)
+    own = TextFiles(texts, (tmp_path / "texts.safetensors",), ("texts",))
+    place, origin = features_place(own.files[0], "texts", LAYERS)
+    save_features(torch.zeros(1 + found.row_count, 3, dtype=torch.bfloat16), place, origin)
+    with pytest.raises(
+        ConfigError, match=f"{1 + found.row_count} rows of features, the texts {found.row_count} tokens"
+    ):
+        recorded_features(None, LAYERS, own, "cpu", Console())
     with pytest.raises(ConfigError, match="has features of other texts or layers: remove it"):
         Features([file], ["another"])
     file.write_bytes(b"no features")

@@ -24,11 +24,11 @@ from specdec.folders import EMBEDDED_MODELS
 
 FOLDER = EMBEDDED_MODELS
 MODELS = ("target", "draft")
-CHAT_DRAFT_BYTES_MAX = 40 << 20
+CHAT_BYTES_MAX = 40 << 20
 HEADS_BYTES_MAX = 3 << 20
 
 
-@pytest.mark.parametrize("name", [*MODELS, "smollm2-draft"])
+@pytest.mark.parametrize("name", [*MODELS, "smollm2-draft", "smollm2-head"])
 def test_every_shipped_file_has_the_digest_of_the_manifest(name: str) -> None:
     """Claim: no file of the pair changed or is missing from the list: measurements in the README are of these bytes."""
     lines = (FOLDER / name / "SHA256SUMS").read_text().splitlines()
@@ -44,10 +44,12 @@ def test_both_models_have_one_tokenizer() -> None:
 
 
 def test_the_chat_draft_is_small_and_only_a_draft() -> None:
-    """Claim: the chat model's draft has at most 40 MB, loads as a draft with the whole vocabulary of its tokenizer, of
-    which it proposes its own tokens, the end token among them, and is refused as a target."""
+    """Claim: the chat model's draft has at most 40 MB, and so has its head; the draft loads as one with the whole
+    vocabulary of its tokenizer, of which it proposes its own tokens, the end token among them, and is refused as a
+    target."""
     folder = FOLDER / "smollm2-draft"
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= CHAT_DRAFT_BYTES_MAX
+    for own in ("smollm2-draft", "smollm2-head"):
+        assert sum(file.stat().st_size for file in (FOLDER / own).iterdir()) <= CHAT_BYTES_MAX
     draft = load_model(str(folder), has_stable_rows=False)
     known = json.loads((folder / "draft_vocabulary.json").read_text())["target_token_ids"]
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
