@@ -105,7 +105,7 @@ class Ledger:
         self.live = [watched for watched in self.live if not watched.session.finished]
 
     def sampler(
-        self, table: int, requests: Sequence[TargetWork], counts: Sequence[int], rows: CachedRows
+        self, table: int, requests: Sequence[TargetWork], counts: Sequence[int], rows: CachedRows, _: None
     ) -> list[TargetOutput]:
         """The sampler of a target's engine. A round always has one content, and one answer of equal numerics."""
         results: list[TargetOutput] = []
@@ -186,7 +186,12 @@ class Ledger:
             watched.arrived(Nodes(*name, nodes), [paths[node.node_id] for node in nodes])
 
     def propose(
-        self, draft: int, payloads: Sequence[Sequence[ProposalRequest]], counts: Sequence[int], rows: CachedRows
+        self,
+        draft: int,
+        payloads: Sequence[Sequence[ProposalRequest]],
+        counts: Sequence[int],
+        rows: CachedRows,
+        _: None,
     ) -> list[list[Proposal]]:
         """The sampler of the engine of a draft model. Every proposal is recorded, and must be sent."""
         results = []
