@@ -8,8 +8,11 @@ kernels widen all numbers they read to float32, and in the interpreter those of 
 
 from __future__ import annotations
 
+import functools
 import logging
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +35,46 @@ def is_there() -> bool:
     return triton is not None
 
 
+@functools.cache
+def can_start() -> bool:
+    """Whether Triton finds what it starts with; if not, one line in the log says what it lacks."""
+    reason = what_is_missing()
+    if reason:
+        logger.warning("our own kernels are not used, torch computes in their place: %s", reason)
+    return not reason
+
+
+def what_is_missing() -> str:
+    """Returns what Triton lacks to start, "" if nothing.
+
+    Before its first launch Triton compiles a module in C, with Python's headers, links it to the driver's library, and
+    keeps it, as all that it compiles, in its cache: with a filled cache it needs no compiler.
+    """
+    if not is_there():
+        return "Triton is not installed"
+    if is_interpreted():
+        return ""
+    folder = Path(triton.knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return f"its cache {folder} cannot be written ({error.strerror}); TRITON_CACHE_DIR names another folder"
+    try:
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
+    except Exception as error:  # also AssertionError and CalledProcessError
+        what = (str(error).strip() or type(error).__name__).splitlines()[0]
+        needs = "a C compiler (gcc or clang in PATH, or CC), Python's headers and libcuda.so.1"
+        return f"{what} It needs {needs}, or a cache filled where these are (TRITON_CACHE_DIR, now {folder})"
+    return ""
+
+
 def is_usable(device: torch.device) -> bool:
     """Whether the kernels of the sampler run on a device: a GPU on which none of them failed."""
-    return is_there() and device.type == "cuda" and device not in refused
+    return device.type == "cuda" and device not in refused and can_start()
 
 
 def refuse(device: torch.device, reason: str) -> None:
@@ -73,6 +113,13 @@ def launch(
     constants |= {"STAGES": stages, "WIDE": is_interpreted()}
     known = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kernel[grid](*arguments, **known, num_warps=warps, num_stages=stages)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as `launch` takes it, contiguous from a multiple of 16 bytes on: itself, or a copy."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def cdiv(count: int, size: int) -> int:
