@@ -9,6 +9,7 @@ kernels widen all numbers they read to float32, and in the interpreter those of 
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import tempfile
 from collections.abc import Callable
@@ -26,6 +27,7 @@ except ImportError:
 
 logger = logging.getLogger("specdec.engine")
 
+PREBUILT = Path(__file__).with_name("prebuilt")  # in images: what Triton would compile in C (deploy/prebuild.py)
 refused: set[torch.device] = set()
 ALIGNMENT = 16  # bytes: Triton compiles another binary for an address that is no multiple of it
 
@@ -48,7 +50,7 @@ def what_is_missing() -> str:
     """Returns what Triton lacks to start, "" if nothing.
 
     Before its first launch Triton compiles a module in C, with Python's headers, links it to the driver's library, and
-    keeps it, as all that it compiles, in its cache: with a filled cache it needs no compiler.
+    keeps it, as all that it compiles, in its cache: with a filled cache, or PREBUILT, it needs no compiler.
     """
     if not is_there():
         return "Triton is not installed"
@@ -60,16 +62,29 @@ def what_is_missing() -> str:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return f"its cache {folder} cannot be written ({error.strerror}); TRITON_CACHE_DIR names another folder"
+        return f"its cache {folder} cannot be written ({error.strerror}): TRITON_CACHE_DIR names another folder"
     try:
-        from triton.backends.nvidia.driver import CudaUtils
-
-        CudaUtils()
+        start()
     except Exception as error:  # also AssertionError and CalledProcessError
         what = (str(error).strip() or type(error).__name__).splitlines()[0]
         needs = "a C compiler (gcc or clang in PATH, or CC), Python's headers and libcuda.so.1"
-        return f"{what} It needs {needs}, or a cache filled where these are (TRITON_CACHE_DIR, now {folder})"
+        return f"{what} Triton needs {needs}, or a cache filled where these are (TRITON_CACHE_DIR, now {folder})"
     return ""
+
+
+def start() -> None:
+    """Has Triton load its module in C, as it would before the first launch. Raises what Triton raises."""
+    from triton.backends.nvidia import driver
+
+    source = Path(driver.__file__).with_name("driver.c").read_bytes()
+    module = PREBUILT / f"{hashlib.sha256(source).hexdigest()}.so"
+    build, plain = triton.knobs.build, triton.knobs.build.impl
+    if module.is_file():
+        build.impl = lambda *_: str(module)
+    try:
+        driver.CudaUtils()
+    finally:
+        build.impl = plain
 
 
 def is_usable(device: torch.device) -> bool:
