@@ -21,6 +21,7 @@ from specdec.engine.cuda import backend as backend_module
 from specdec.engine.cuda import item_attention, near_ties, parts, step_check
 from specdec.engine.cuda import step as step_module
 from specdec.engine.cuda.backend import DeviceBackend
+from specdec.engine.cuda.kernels.launch import version
 from specdec.engine.cuda.step import DeviceStep
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
 from specdec.protocol.tree_shape import branches, path_tokens
@@ -131,7 +132,7 @@ def test_a_step_computes_the_model() -> None:
     driver = driver_of("narrow", "bfloat16", widths=(17, 1))
     call = call_of(driver)
     assert call is not None and call.has_equal_rows
-    assert "equal bits in every step" in driver.model.description.libraries
+    assert f"triton {version()}, equal bits in every step" in driver.model.description.libraries
     run_rounds(driver, "narrow", "bfloat16", FEW_ROUNDS)
 
 
