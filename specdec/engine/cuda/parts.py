@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,11 +83,16 @@ def kernel_parts(
     names = tuple(name for name, attempt in parts.items() if is_taken(name, attempt))
     if not names:
         return None
-    attention = found[0] if found else None
-    is_equal = bool(attention) and has_equal_bits(base, output, attention, shape, dtype, device, positions_max)
-    for module in () if is_equal else (*layers, output):
+    sizes = shape, dtype, device, positions_max
+    try:
+        is_equal = any(has_equal_bits(base, output, attention, *sizes) for attention in found)
+    except Exception as error:  # of a model that takes no states in place of ids, of memory
+        logger.warning("whether a row's bits depend on its step is not known: %s", reason_of(error))
+        is_equal = False
+    with_sums: list[Any] = [*layers, output]
+    for module in () if is_equal else with_sums:
         module.compute = module.compute and of_few_rows(module.compute)
-    return KernelParts(names, attention, is_equal)
+    return KernelParts(names, found[0] if found else None, is_equal)
 
 
 def is_taken(name: str, attempt: Callable[[], None]) -> bool:
@@ -102,7 +106,7 @@ def is_taken(name: str, attempt: Callable[[], None]) -> bool:
 
 
 @torch.inference_mode()
-def take(modules: Sequence[nn.Module], dtype: torch.dtype, compute: Compute) -> None:
+def take(modules: Sequence[Any], dtype: torch.dtype, compute: Compute) -> None:
     """Has all these modules computed by a kernel. Raises, and takes none, if it raises or disagrees with the library on
     random rows; each size is tried once."""
     sizes: set[object] = set()
@@ -116,7 +120,7 @@ def take(modules: Sequence[nn.Module], dtype: torch.dtype, compute: Compute) -> 
             expect_same(module, dtype, compute)
             sizes.add(size)
     for module in modules:
-        module.compute = compute  # type: ignore[assignment]  # each class has the attribute
+        module.compute = compute
 
 
 def expect_same(module: Any, dtype: torch.dtype, compute: Compute) -> None:
@@ -153,9 +157,9 @@ def output_kernel(output: DeviceOutput, dtype: torch.dtype) -> Compute:
     scale, softcap, (vocabulary, _) = output.scale, output.softcap, weight.shape
 
     def compute(_: DeviceOutput, x: Tensor) -> Tensor:
-        count, new = len(x), partial(torch.empty, device=x.device)
-        logits, best = new(count, vocabulary), new(count, head_tiles(vocabulary))
-        ids, is_finite = (new(best.shape, dtype=torch.int32) for _ in range(2))
+        count, tiles = len(x), head_tiles(vocabulary)
+        logits, best = (x.new_empty(count, size, dtype=torch.float32) for size in (vocabulary, tiles))
+        ids, is_finite = (x.new_empty(count, tiles, dtype=torch.int32) for _ in range(2))
         head(whole(x), weight, logits, best, ids, is_finite, count, bias=bias, scale=scale, softcap=softcap)
         return logits
 
