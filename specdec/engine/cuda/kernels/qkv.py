@@ -157,6 +157,7 @@ def rope_write_kernel(
     HALF_PADDED: constexpr,
     EPSILON: constexpr,
     NORMS: constexpr,
+    ROTATED: constexpr,
     STAGES: constexpr,
 ):
     """One head of one row of `rope_write`."""
@@ -176,10 +177,11 @@ def rope_write_kernel(
             more = tl.load(gain_ptr + SIZE // 2 + inner, mask=inside, other=0.0).to(tl.float32)
             a = (a * scale * gain).to(out).to(tl.float32)
             b = (b * scale * more).to(out).to(tl.float32)
-        at = tl.load(position_ptr + row) * (SIZE // 2) + inner
-        cos = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        a, b = rotated(a, b, cos, sin)
+        if ROTATED:
+            at = tl.load(position_ptr + row) * (SIZE // 2) + inner
+            cos = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            a, b = rotated(a, b, cos, sin)
     if head < HEADS:
         place = query_ptr + (row * HEADS + head) * SIZE + inner
     else:
@@ -191,8 +193,8 @@ def rope_write_kernel(
 
 def rope_write(
     qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     positions: torch.Tensor,
     slots: torch.Tensor,
     queries: torch.Tensor,
@@ -205,7 +207,8 @@ def rope_write(
 ) -> None:
     """As `qkv_rope`, from its product: qkv [>= rows, heads + 2 kv heads, size], rows of heads in their own order.
 
-    With `gains` (queries, keys), each [size], every head of a query or key is normalized first: norms of heads.
+    With `gains` (queries, keys), each [size], every head of a query or key is normalized first: norms of heads. Without
+    `cos` and `sin` nothing is rotated.
     """
     _, heads, size = queries.shape
     kv_heads = key_cache.shape[1]
@@ -229,6 +232,7 @@ def rope_write(
         HALF_PADDED=power_of_two(size // 2),
         EPSILON=epsilon,
         NORMS=gains is not None,
+        ROTATED=cos is not None,
         warps=1,
         stages=1,
     )
