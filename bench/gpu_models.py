@@ -28,8 +28,8 @@ class Shape:
     positions: int = 8192
 
 
-ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128256, is_tied=True)
-EIGHT_B = Shape("8B", 4096, 32, 32, 8, 14336, 128256, is_tied=False)
+ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128256, is_tied=True, positions=16384)
+EIGHT_B = Shape("8B", 4096, 32, 32, 8, 14336, 128256, is_tied=False, positions=16384)
 TINY = Shape("tiny", 128, 3, 4, 2, 256, 1000, is_tied=False, positions=512)
 SMALL = Shape("small", 256, 4, 8, 2, 512, 4000, is_tied=False, positions=1024)  # for checks, in float32 too
 
