@@ -44,19 +44,15 @@ class Results:
         """Returns the rows of a stage with these values, in order."""
         return [row for row in self._rows.get(stage, []) if all(row.get(name) == own for name, own in wanted.items())]
 
-    def steps(self, is_dependent: bool, **wanted: Any) -> list[Row]:
-        """Returns steps by kernels, chains of one text unless said otherwise."""
-        own = {"texts": 1, "paths": 1} | wanted
-        rows = self.rows("steps", way="kernels", dependent_launch=is_dependent, **own)
-        shortest = min((row["context"] for row in rows), default=0)
-        return [row for row in rows if "context" in wanted or row["context"] == shortest]
+    def step(self, is_dependent: bool, model: str, rows: int, paths: int = 1, is_long: bool = False) -> Row | None:
+        """Returns a step of one text by kernels."""
+        its = {"dependent_launch": is_dependent, "model": model, "rows": rows, "paths": paths, "is_long": is_long}
+        found = self.rows("steps", way="kernels", texts=1, **its)
+        return found[0] if found else None
 
     def models(self) -> list[str]:
         """The models of the bars, and others that were measured."""
-        return [
-            *READ_RATIOS,
-            *dict.fromkeys(row["model"] for row in self.rows("steps") if row["model"] not in READ_RATIOS),
-        ]
+        return list(dict.fromkeys((*READ_RATIOS, *(row["model"] for row in self.rows("steps")))))
 
 
 def bars_of(stage: str, results: Results) -> list[Bar]:
@@ -66,58 +62,56 @@ def bars_of(stage: str, results: Results) -> list[Bar]:
 
 def bits_bars(results: Results) -> list[Bar]:
     """No row may have other bits in another step."""
-    checked = [row for row in results.rows("bits") if "check" in row and "rows" in row]
-    differing = {f"{row['model']} {row['check']} {row.get('width', '')}": row["rows"] - row["equal"] for row in checked}
-    return [worst_of("rows with other bits in another step", 0.0, only_wrong(differing), is_limit=True)]
+    return [check_bar("rows with other bits in another step", results.rows("bits"))]
 
 
-def only_wrong(counts: dict[str, int]) -> dict[str, float]:
-    """Counts that are not 0, or one 0 for all."""
+def check_bar(claim: str, rows: Iterable[Row]) -> Bar:
+    """The bar of checks that count `equal` of `rows`: none may be left. Shows those that are."""
+    counts = {
+        f"{row['model']} {row['check']} {row.get('width', row.get('weight', ''))}".strip(): row["rows"] - row["equal"]
+        for row in rows
+        if "equal" in row
+    }
     wrong = {name: float(count) for name, count in counts.items() if count}
-    return wrong or ({f"all {len(counts)} checks": 0.0} if counts else {})
+    return worst_of(claim, 0.0, wrong or ({f"all {len(counts)} checks": 0.0} if counts else {}), is_limit=True)
 
 
 def step_bars(results: Results) -> list[Bar]:
     """The bars of whole steps, with dependent launch where it was measured."""
     bars = []
-    for is_dependent in (False, True):
-        if is_dependent and not results.steps(True):
-            continue
-        after = ", dependent launch" if is_dependent else ""
-        for model in results.models():
-            bars += read_bars(results, model, is_dependent, after)
-        bars += shape_bars(results, is_dependent, after)
-    return bars
+    for is_dependent, after in ((False, ""), (True, ", dependent launch")):
+        if results.rows("steps", dependent_launch=True) or not is_dependent:
+            for model in results.models():
+                bars += read_bars(results, model, is_dependent, after)
+            bars += shape_bars(results, is_dependent, after)
+    return [*bars, check_bar("replays with dependent launch that differ", results.rows("steps"))]
 
 
 def read_bars(results: Results, model: str, is_dependent: bool, after: str) -> list[Bar]:
     """Step and forward over the time of reading."""
-    rows = [row for row in results.steps(is_dependent, model=model) if row["rows"] <= 8]
+    found = [row for rows in range(1, 9) if (row := results.step(is_dependent, model, rows))]
     bars = []
     for name, (goal, stretch) in zip(("step", "forward"), READ_RATIOS.get(model, READ_RATIOS["1B"])):
-        values = {f"{row['rows']} rows": row[f"{name}_over"] for row in rows if f"{name}_over" in row}
+        values = {f"{row['rows']} rows": row[f"{name}_over"] for row in found if f"{name}_over" in row}
         bars.append(worst_of(f"{model}, 1 to 8 rows{after}: {name} / reading", goal, values, True, stretch))
     return bars
 
 
 def shape_bars(results: Results, is_dependent: bool, after: str) -> list[Bar]:
     """One shape of step against another."""
-    outside, wide, trees, longer = ({} for _ in range(4))
+    outside, wide, trees, longer = (dict[str, float]() for _ in range(4))
     for model in results.models():
-        one, eight = (next(iter(results.steps(is_dependent, model=model, rows=rows)), None) for rows in (1, 8))
-        tree = next(iter(results.steps(is_dependent, model=model, rows=8, paths=4)), None)
+        one, eight = (results.step(is_dependent, model, rows) for rows in (1, 8))
+        tree, long = results.step(is_dependent, model, 8, paths=4), results.step(is_dependent, model, 1, is_long=True)
         if one:
             outside[model] = one["outside_ms"]
-            for row in results.rows(
-                "steps", way="kernels", dependent_launch=is_dependent, model=model, texts=1, rows=1
-            ):
-                if row["context"] > one["context"] and results.gb_per_s:
-                    limit_ms = (row["bytes"] - one["bytes"]) / results.gb_per_s / 1e6
-                    longer[model] = (row["step_ms"] - one["step_ms"]) / limit_ms
         if one and eight:
             wide[model] = eight["step_ms"] / one["step_ms"]
         if eight and tree:
             trees[model] = tree["step_ms"] / eight["step_ms"]
+        if one and long and results.gb_per_s:
+            reading_ms = (long["bytes"] - one["bytes"]) / results.gb_per_s / 1e6
+            longer[model] = (long["step_ms"] - one["step_ms"]) / reading_ms
     return [
         worst_of(f"outside the forward, GREEDY, one stream{after}, ms", 0.15, outside, True, 0.1),
         worst_of(f"8 rows over 1{after}", 1.08, wide, True, 1.04),
@@ -142,7 +136,7 @@ def peer_bars(results: Results) -> list[Bar]:
     """Our step over the peer's, without dependent launch."""
     values = {}
     for row in results.rows("peer"):
-        for own in results.steps(False, model=row["model"], rows=row["rows"]):
+        if own := results.step(False, row["model"], row["rows"]):
             values[f"{row['model']}, {row['rows']} rows"] = own["step_ms"] / row["step_ms"]
     return [worst_of("step / transformers, static cache, compiled", 1.0, values, True, 0.85)]
 

@@ -17,10 +17,11 @@ from bench.gpu_session.texts import PROMPT, Loaded, loaded, shapes_of
 from bench.gpu_session.timing import WARM, device_s, host_s
 from bench.gpu_session.worker import Session
 from specdec.decoding.verification import VerificationRequest, verify
-from specdec.engine.cuda.kernels import launch
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
+SETTING = "is_dependent"  # of the backend: steps captured later are launched dependently
+REPLAYS = 400  # of two texts in turns
 FORWARDS = 8  # in a row, to time the forward alone
 PARENTS = (0, 1, 2, 2, 1, 0, 5)  # of seven nodes behind a first row, on four paths
 GREEDY = ResolvedSamplingParams(Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)
@@ -48,11 +49,13 @@ def run(session: Session) -> None:
     steps = SMALL_STEPS if session.is_small else STEPS
     for shape in shapes_of(session):
         own = loaded(session, shape)
-        for is_on in (False, True) if has_dependent_launch(session) else (False,):
-            with dependent_launch(own, is_on):
-                for step in steps:
-                    report(session, own, step, way="kernels", dependent_launch=is_on)
+        for step in steps:
+            report(session, own, step, way="kernels", dependent_launch=False)
         report_prompt(session, own, "kernels")
+        if has_dependent_launch(session, own):
+            with dependent_launch(session, own):
+                for step in steps:
+                    report(session, own, step, way="kernels", dependent_launch=True)
     for shape in shapes_of(session):
         own = loaded(session, shape, by_modules=True)
         for step in FEW:
@@ -60,22 +63,29 @@ def run(session: Session) -> None:
         report_prompt(session, own, "modules")
 
 
-def has_dependent_launch(session: Session) -> bool:
+def has_dependent_launch(session: Session, own: Loaded) -> bool:
     """Whether a kernel can begin before the one before it has ended."""
     is_new = session.is_small or torch.cuda.get_device_capability(session.device) >= (9, 0)
-    return is_new and hasattr(launch, "dependent")
+    return is_new and hasattr(own.backend, SETTING)
 
 
 @contextmanager
-def dependent_launch(own: Loaded, is_on: bool) -> Iterator[None]:
-    """Within it steps are captured with dependent launch; those captured before it, and those after, are without."""
-    if not is_on:
-        yield
-        return
-    with launch.dependent(True):
+def dependent_launch(session: Session, own: Loaded) -> Iterator[None]:
+    """Within it steps are captured with dependent launch. Reports how many of many replays have the bits of a step
+    without: texts take turns, so that what a kernel reads too early is another's."""
+    batches = [own.texts.batch(count, 8 // count) for count in (1, 2)]
+    wanted = [own.model.forward(batch).logits.clone() for batch in batches]
+    setattr(own.backend, SETTING, True)
+    try:
         own.texts.allocate()
+        replays = 2 if session.is_small else REPLAYS
+        turns = (place for turn in range(replays) for place in [turn % 2])
+        equal = sum(torch.equal(own.model.forward(batches[place]).logits, wanted[place]) for place in turns)
+        session.add(check="replays with dependent launch", model=own.shape.name, rows=replays, equal=equal)
         yield
-    own.texts.allocate()
+    finally:
+        setattr(own.backend, SETTING, False)
+        own.texts.allocate()
 
 
 def report(session: Session, own: Loaded, step: Step, **about: Any) -> None:
@@ -93,6 +103,7 @@ def report(session: Session, own: Loaded, step: Step, **about: Any) -> None:
         rows=step.rows,
         paths=4 if step.is_tree else 1,
         context=context,
+        is_long=step.is_long,
         step_ms=step_ms,
         forward_ms=forward_ms,
         bytes=own.model.product_bytes + step.texts * context * own.model.cache_bytes_per_position,
