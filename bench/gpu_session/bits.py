@@ -1,26 +1,21 @@
 """Stage `bits`: whether a row has the same bits in every step, on this card.
 
 First models: the logits of a text's rows in steps of many widths, in chunks, beside other texts, as nodes of a tree.
-Then products alone, rows of extreme values in steps of 1 to 128 rows, NaN in the rows beyond; and the same rows with
-other configurations, to learn which of them leave the bits alone, and what time they take.
+Then products alone, in the configurations that models use: rows of extreme values in steps of 1 to 128 rows, NaN in the
+rows beyond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from unittest import mock
+from collections.abc import Iterator
 
 import torch
 
 from bench.gpu_models import Shape
-from bench.gpu_session.card import l2_bytes
 from bench.gpu_session.steps import PARENTS
 from bench.gpu_session.texts import Loaded, dtype_of, loaded, random_ids, shapes_of
-from bench.gpu_session.timing import each_us
 from bench.gpu_session.worker import Session
 from specdec.engine.cuda.kernels import products
-from specdec.engine.cuda.kernels.configs import ProductConfig, product_config
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
 
 WIDTHS = (512, 128, 64, 17, 16, 8, 5, 2, 1)
@@ -36,9 +31,6 @@ def run(session: Session) -> None:
     for shape in shapes_of(session):
         for name, weight, activation in weights_of(session, shape):
             check_product(session, shape.name, name, weight, activation)
-    for shape in shapes_of(session):
-        for name, weight, activation in weights_of(session, shape):
-            check_configurations(session, shape.name, name, weight, activation)
 
 
 def check_model(session: Session, own: Loaded) -> None:
@@ -143,35 +135,3 @@ def check_product(session: Session, model: str, name: str, weight: torch.Tensor,
         exact = torch.nn.functional.silu(gate) * up
     off = float(((widest.float() - exact).norm(dim=1) / exact.norm(dim=1)).max())
     session.add(check="product", model=model, weight=name, rows=sum(counts), equal=equal, off=off)
-
-
-def check_configurations(session: Session, model: str, name: str, weight: torch.Tensor, activation: Activated) -> None:
-    """Compares the bits of 16 rows with other configurations, and the times of one row."""
-    device, own = session.device, product_config(*weight.shape)
-    rows = extreme_rows(weight, 16)
-    copies = [weight] * (1 if session.is_small else 1 + -(-4 * l2_bytes(device) // weight.nbytes))
-    copies = [copies[0], *(each.clone() for each in copies[1:])]
-    out = rows.new_empty(1, len(weight) // (2 if activation else 1))
-    expected = product_of(rows, weight, activation, 16)
-
-    def work(of: torch.Tensor) -> Callable[[], None]:
-        return lambda: products.product(rows, of, out, 1, activation=activation)
-
-    for changed, config in {"as used": own, **others(own)}.items():
-        row = {"configuration": changed, "model": model, "weight": name, "bytes": weight.nbytes}
-        with mock.patch.object(products, "product_config", lambda *_: config):  # noqa: B023  # called within the loop
-            try:
-                equal = equal_rows(product_of(rows, weight, activation, 16), expected)
-                us = each_us(device, [work(each) for each in copies], session.rounds)
-                session.add(**row, equal_of_16=equal, us=us)
-            except Exception as error:  # what a compiler raises for a chip without the memory, and more
-                session.add(**row, reason=f"{type(error).__name__}: {error}")
-
-
-def others(own: ProductConfig) -> dict[str, ProductConfig]:
-    """Configurations that differ in one number, by name; a shorter step may have fewer slices."""
-    short = own.step // 2
-    changes: list[dict[str, int]] = [{"tile": 2 * own.tile}, {"stages": own.stages + 1}, {"stages": own.stages - 1}]
-    changes += [{"warps": 2 * own.warps}, {"slices": max(1, own.slices // 2)}]
-    changes += [{"step": short, "slices": max(1, min(own.slices, short // 16))}]
-    return {f"{name} {change[name]}": replace(own, **change) for change in changes for name in [next(iter(change))]}

@@ -11,6 +11,7 @@ from bench.gpu_session.worker import Session
 
 # Interpreted tests of kernels run on any processor; this package's own test would start it again.
 LEFT_OUT = ("tests/cuda/kernels", "tests/cuda/test_gpu_session.py")
+WHOLE_STEPS = ("more and not slow", ("tests/cuda/test_step.py",))  # long in the interpreter alone
 FEW = ("tests/cuda/test_items.py", "tests/cuda/test_step_plan.py")
 
 
@@ -45,8 +46,13 @@ def run(session: Session) -> None:
     """Reports the outcomes of each file. Raises RuntimeError unless all passed."""
     os.chdir(ROOT)
     counts = Counts(session)
-    paths = FEW if session.is_small else ("tests/cuda", *(f"--ignore={path}" for path in LEFT_OUT))
-    code = pytest.main(["-q", "-m", "not slow and not more", "-p", "no:cacheprovider", *paths], plugins=[counts])
-    counts.tell()
-    if code != pytest.ExitCode.OK:
-        raise RuntimeError(f"pytest ended with {int(code)}")
+    everything = ("tests/cuda", *(f"--ignore={path}" for path in LEFT_OUT))
+    runs = (
+        [("not slow and not more", FEW)] if session.is_small else [("not slow and not more", everything), WHOLE_STEPS]
+    )
+    codes = []
+    for marks, paths in runs:
+        codes.append(pytest.main(["-q", "-m", marks, "-p", "no:cacheprovider", *paths], plugins=[counts]))
+        counts.tell()
+    if any(code != pytest.ExitCode.OK for code in codes):
+        raise RuntimeError(f"pytest ended with {', '.join(str(int(code)) for code in codes)}")

@@ -23,15 +23,16 @@ class Stage:
 
 STAGES = (
     Stage("bandwidth", 40, "the memory's speed, to which all times are compared"),
-    Stage("bits", 110, "bits of a row in every step, and with every configuration of a product"),
+    Stage("bits", 100, "bits of a row in every step, and of the products of every configuration in use"),
     Stage("kernels", 50, "time of each kernel of a step, and bytes over it, weights cold"),
     Stage("steps", 90, "whole steps: chains, trees, long contexts, dependent launch"),
     Stage("host", 40, "the host's part of a step, and sampled rules"),
-    Stage("cuda_tests", 70, "tests/cuda", is_alone=True),
+    Stage("cuda_tests", 80, "tests/cuda", is_alone=True),
     Stage("sameness", 60, "texts with and without speculation through the services", is_alone=True),
     Stage("peer", 80, "transformers with a static cache, compiled", is_alone=True),
     Stage("ranks", 40, "two ranks on one device", is_alone=True),
     Stage("startup", 40, "loading with compiled kernels in the cache", is_alone=True),
+    Stage("configurations", 90, "bits and times of products cut into other tiles"),
 )
 
 

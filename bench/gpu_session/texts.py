@@ -79,6 +79,16 @@ class Texts:
         return RaggedBatch(tuple(Chunk(each, start, self.ids[start : start + rows], rows, paths) for each in tables))
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Within it models are made without kernels of our own, whole steps and single parts."""
+    with (
+        mock.patch.object(backend_module, "device_step", lambda *_: None),
+        mock.patch.object(backend_module, "have_kernels", lambda *_: False, create=True),
+    ):
+        yield
+
+
 class Loaded:
     """A model of a shape in the engine, and its texts. `load_s`: seconds to make the engine's model of modules, its
     checks at loading included; `first_s`: of the first step, in which steps are captured."""
@@ -87,9 +97,8 @@ class Loaded:
         is_small, device = session.is_small, session.device
         self.shape = shape
         plain = plain_model(shape, device, dtype_of(session))
-        refused = mock.patch.object(backend_module, "device_step", lambda *_: None) if by_modules else nullcontext()
         started_s = time.perf_counter()
-        with refused:
+        with without_kernels() if by_modules else nullcontext():
             self.model = engine_model(plain, device, 2 if is_small else 64)
         self.load_s = time.perf_counter() - started_s
         # A small cache has too few blocks for the measurement of the drift, which takes the interpreter long.
