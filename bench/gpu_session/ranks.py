@@ -43,18 +43,20 @@ def run(session: Session) -> None:
             write_folder(Path(name), shape, dtype_of(session)),
             str(dtype_of(session)).removeprefix("torch."),
         )
-        alone = texts_of(load_model(str(folder), dtype, device=str(session.device)), shape)[0]
+        alone = texts_of(load_model(str(folder), dtype, device=str(session.device)), shape, session.device)[0]
         is_symmetric = not session.is_small and "symmetric_memory" in ModelSource.__dataclass_fields__
         source = ModelSource(
             str(folder), dtype, str(session.device), **({"symmetric_memory": True} if is_symmetric else {})
         )
         listener = listen(HOST)
         port = listener.getsockname()[1]
-        other = multiprocessing.get_context("spawn").Process(target=follow, args=(source, port))
+        other = multiprocessing.get_context("spawn").Process(
+            target=follow, args=(source, port, torch.get_num_threads())
+        )
         other.start()
         place = RankPlace(0, RANKS, HOST, port, listener)
         leader = load_leader(source, place, Ending(lambda loss: None), lambda what, share: None)
-        together, step_ms = texts_of(leader, shape)
+        together, step_ms = texts_of(leader, shape, session.device)
         leader.close()
         other.join()
     equal = int((together[0] == together[1]).all(1).sum())
@@ -66,15 +68,16 @@ def run(session: Session) -> None:
         raise RuntimeError(f"logits of {RANKS} ranks are {off:.3g} of the largest away from those of one")
 
 
-def follow(source: ModelSource, port: int) -> None:
-    """Runs rank 1 in a process of its own."""
+def follow(source: ModelSource, port: int, threads: int) -> None:
+    """Runs rank 1 in a process of its own, with as many threads as rank 0: ranks must agree."""
+    torch.set_num_threads(threads)
     run_follower(source, RankPlace(1, RANKS, HOST, port))
 
 
-def texts_of(model: CausalModel, shape: Shape) -> tuple[Sequence[torch.Tensor], float]:
+def texts_of(model: CausalModel, shape: Shape, device: torch.device) -> tuple[Sequence[torch.Tensor], float]:
     """Logits of the ROWS rows behind a prompt, in one step and one by one, and the median time of a row's step.
     # [rows, vocab] float32"""
-    block_size = default_block_size(torch.device(model.description.device.partition(" ")[0]))
+    block_size = default_block_size(device)
     model.allocate(1 + -(-(PROMPT + ROWS) // block_size), block_size)
     ids, blocks = random_ids(PROMPT + ROWS, shape.vocabulary), range(1, 1 + -(-(PROMPT + ROWS) // block_size))
 
