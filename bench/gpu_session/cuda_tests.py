@@ -12,7 +12,7 @@ from bench.gpu_session.worker import Session
 # Interpreted tests of kernels run on any processor; this package's own test would start it again.
 LEFT_OUT = ("tests/cuda/kernels", "tests/cuda/test_gpu_session.py")
 WHOLE_STEPS = ("more and not slow", ("tests/cuda/test_step.py",))  # long in the interpreter alone
-FEW = ("tests/cuda/test_items.py", "tests/cuda/test_step_plan.py")
+FEW = ("tests/cuda/test_step_plan.py",)
 
 
 class Counts:
