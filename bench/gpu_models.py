@@ -1,11 +1,14 @@
-"""Models of known shapes with random weights, made where they run: for `bench.gpu`."""
+"""Models of known shapes with random weights, made where they run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from specdec.engine import attention
 from specdec.engine.cuda.backend import DeviceBackend
@@ -28,8 +31,8 @@ class Shape:
     positions: int = 8192
 
 
-ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128256, is_tied=True)
-EIGHT_B = Shape("8B", 4096, 32, 32, 8, 14336, 128256, is_tied=False)
+ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128256, is_tied=True, positions=16384)
+EIGHT_B = Shape("8B", 4096, 32, 32, 8, 14336, 128256, is_tied=False, positions=16384)
 TINY = Shape("tiny", 128, 3, 4, 2, 256, 1000, is_tied=False, positions=512)
 SMALL = Shape("small", 256, 4, 8, 2, 512, 4000, is_tied=False, positions=1024)  # for checks, in float32 too
 
@@ -63,6 +66,13 @@ def plain_model(
                 weight.data.mul_(scale)
     model.eval().requires_grad_(False)
     return model
+
+
+def write_folder(folder: Path, shape: Shape, dtype: torch.dtype) -> Path:
+    """Writes a model on a CPU to a folder, with a tokenizer of as many strings; returns the folder."""
+    plain_model(shape, torch.device("cpu"), dtype).save_pretrained(folder)
+    Tokenizer(BPE({f"t{index}": index for index in range(shape.vocabulary)}, [])).save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def engine_model(

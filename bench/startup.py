@@ -64,15 +64,11 @@ class StartupMeasurement:
 def make_large_model(folder: Path) -> Path:
     """Writes a Llama of 135M parameters in bfloat16, with a tokenizer of as many strings. Imports torch."""
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
 
-    from bench.gpu_models import Shape, plain_model
+    from bench.gpu_models import Shape, write_folder
 
     shape = Shape(LARGE_NAME, 576, 30, 9, 3, 1536, 49152, is_tied=True, positions=2048)
-    plain_model(shape, torch.device("cpu"), torch.bfloat16).save_pretrained(folder)
-    Tokenizer(BPE({f"t{index}": index for index in range(shape.vocabulary)}, [])).save(str(folder / "tokenizer.json"))
-    return folder
+    return write_folder(folder, shape, torch.bfloat16)
 
 
 def start_once(service: str, model: Path) -> tuple[dict[str, float], float]:

@@ -1,4 +1,4 @@
-"""A whole step of our own kernels, in Triton's interpreter: it computes the model, or the modules do.
+"""A whole step of our own kernels, in Triton's interpreter or on a GPU: it computes the model, or the modules do.
 
 Models are tiny; kernels, plan, buffers and checks at loading are those of a GPU, and captured steps are repeated calls.
 """
@@ -29,7 +29,7 @@ from tests.engine.test_target_trees import NODE_COUNT
 from tests.engine.test_target_trees import PARENTS as SIX_PATHS
 from tests.support.device_models import device_driver
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, model_class, random_tokens
-from tests.support.interpreter import interpreted
+from tests.support.interpreter import interpreted_without_gpu as interpreted
 
 FOLDERS = tempfile.TemporaryDirectory(prefix="specdec-step-")
 PARENTS = (0, 1, 1, 0)  # two branches at the root, and two below the first node
@@ -90,6 +90,7 @@ def call_of(driver: Driver) -> DeviceStep | None:
 def check_logits(architecture: str, dtype: str, tokens: Sequence[int], found: torch.Tensor) -> None:
     """Raises AssertionError unless the last rows of a text are no farther from the model's logits, computed in float32
     with its 16-bit weights, than three times what `transformers` is in 16 bits."""
+    found = found.cpu()
     kind, folder = model_class(model_of(architecture)[0]), folder_of(architecture)
     model = kind.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
 

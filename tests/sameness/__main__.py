@@ -148,6 +148,7 @@ def compare_all(
     ):
         task = shown.add_task(dtype, total=asked.prompts)
         own = services.client.described().target
+        console.print(f"{dtype}: {own.numerics.device}, {own.numerics.libraries}", markup=False, soft_wrap=True)
         length_max = own.encoder_positions_max or own.positions_max - asked.tokens
         wanted = generations(asked.prompts, asked.ways, models[0], length_max)
 

@@ -27,6 +27,7 @@ def interpret() -> None:
     does, to the nearest and if two are near to the even one: the interpreter cuts them off. And a product of bfloat16
     numbers, which it computes wrongly and without an error, is an error."""
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a model that is interpreted is on the CPU, also where there is a GPU
     torch.set_num_threads(1)
     np.seterr(invalid="ignore")  # tests have numbers that are none
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -71,3 +72,8 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None]:
         own_process().submit(run_test, test.__module__, test.__name__, arguments).result()
 
     return needs_triton(run)
+
+
+def interpreted_without_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of models: on a GPU, where there is one, in this process, with compiled kernels; else `interpreted`."""
+    return test if torch.cuda.is_available() else interpreted(test)
