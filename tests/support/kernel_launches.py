@@ -64,6 +64,7 @@ class Launch:
     pointers: tuple[int, ...]
     warps: int
     stages: int
+    pdl: bool = False
 
     def source(self) -> Any:
         """What Triton compiles, as it would for a launch on a GPU: pointers to multiples of 16 bytes."""
@@ -74,12 +75,13 @@ class Launch:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Within it, launches are recorded instead of made; tensors may be on the device "meta"."""
+def recorded(pdl: bool) -> Iterator[list[Launch]]:
+    """Within it, launches are recorded instead of made, dependent ones with `pdl`; tensors may be on the device
+    "meta"."""
     launches: list[Launch] = []
 
     def record(kernel: Any, grid: object, *arguments: Any, warps: int, stages: int, **constants: Any) -> None:
-        constants |= {"STAGES": stages, "WIDE": False}
+        constants |= {"STAGES": stages, "WIDE": False, "PDL": pdl}
         values = [*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :])]
         types, constant_values, pointers = {}, {}, []
         for place, (name, value) in enumerate(zip(kernel.arg_names, values)):
@@ -91,7 +93,7 @@ def recorded() -> Iterator[list[Launch]]:
             else:
                 types[name] = "constexpr"
                 constant_values[(place,)] = value
-        launches.append(Launch(kernel, types, constant_values, tuple(pointers), warps, stages))
+        launches.append(Launch(kernel, types, constant_values, tuple(pointers), warps, stages, pdl))
 
     plain = products.launch
     for module in MODULES:
@@ -103,8 +105,8 @@ def recorded() -> Iterator[list[Launch]]:
             module.launch = plain
 
 
-def step_of(model: Model) -> dict[str, Launch]:
-    """The launches of a step of a model, each once, by name."""
+def step_of(model: Model, pdl: bool = False) -> dict[str, Launch]:
+    """The launches of a step of a model, each once, by name; dependent ones with `pdl`."""
     rows = 16
     kinds = {"x": model.dtype, "gain": model.gain, "f": torch.float32, "i": torch.int32, "l": torch.int64}
 
@@ -125,7 +127,7 @@ def step_of(model: Model) -> dict[str, Launch]:
     items = of("i", 4096), ItemLayout(rows, 256, tile_rows, (None,), 0)
     partials = attention.make_partials(rows, heads, size, 131072, torch.device("meta"))
     rule = {"scaling": size**-0.5, "softcap": model.softcap}
-    with recorded() as launches:
+    with recorded(pdl) as launches:
         norms.embed(places[0], of("x", model.vocab, hidden), x, sums, rows)
         qkv.qkv_rope(x, of("x", outputs, hidden), *angles, *places, *written, rows, norm=norm, bias=bias)
         head_rows = of("x", rows, heads + 2 * kv_heads, size)
@@ -148,11 +150,12 @@ def step_of(model: Model) -> dict[str, Launch]:
 @dataclass(frozen=True)
 class Binary:
     """What a compiled kernel's disassembly tells: bytes of spilled registers and of shared memory, and the kinds of
-    instructions for tensor cores that are in it."""
+    instructions for tensor cores that are in it. `ptx` is what it was assembled from."""
 
     spilled_bytes: int
     shared_bytes: int
     tensor_cores: frozenset[str]
+    ptx: str
 
 
 def compiled(launch: Launch, capability: int) -> Binary:
@@ -160,7 +163,7 @@ def compiled(launch: Launch, capability: int) -> Binary:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "launch_pdl": launch.pdl}
     kernel = triton.compile(launch.source(), target=GPUTarget("cuda", capability, 32), options=options)
     path = Path(triton.knobs.cache.dir) / f"{kernel.hash}.cubin"
     path.write_bytes(kernel.asm["cubin"])
@@ -174,7 +177,7 @@ def compiled(launch: Launch, capability: int) -> Binary:
     disassembly = read("--dump-sass")
     assert "EXIT" in disassembly
     spilled = int(usage[1]) + int(usage[2]) + len(re.findall(r"\b(?:LDL|STL)\b", disassembly))
-    return Binary(spilled, kernel.metadata.shared, frozenset(TENSOR_CORES.findall(disassembly)))
+    return Binary(spilled, kernel.metadata.shared, frozenset(TENSOR_CORES.findall(disassembly)), kernel.asm["ptx"])
 
 
 def intermediate(launch: Launch) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from specdec.engine.cuda.items import GROUP_ROWS, TILE_SHIFT, TILE_WORDS, ItemLayout, split_count
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
+from specdec.engine.cuda.kernels.tiles import let_next_begin, wait_for_last
 
 KEYS = 64  # keys of a turn of the loop; every split begins at a multiple of it
 NO_WINDOW = 1 << 30
@@ -177,10 +178,13 @@ def attend_kernel(
     KEYS: constexpr,
     STAGES: constexpr,
     WIDE: constexpr,
+    PDL: constexpr,
 ):
     """The items program_id(0), program_id(0) + num_programs(0), ... of a list, for HEADS query heads of a key head.
 
     Lane l is row l // HEADS of the item and head l % HEADS."""
+    let_next_begin(PDL)
+    wait_for_last(PDL)
     GROUP: constexpr = HEAD_COUNT // KV_HEAD_COUNT
     PARTS: constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // PARTS
@@ -228,8 +232,11 @@ def combine_kernel(
     SPLIT_COUNT: constexpr,
     SPLITS_PADDED: constexpr,
     TURN: constexpr,
+    PDL: constexpr,
 ):
     """One row and head: its splits, in their order, TURN of them loaded at once."""
+    let_next_begin(PDL)
+    wait_for_last(PDL)
     place = first_place + tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, SIZE_PADDED)

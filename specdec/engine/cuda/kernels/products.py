@@ -13,7 +13,7 @@ import torch
 
 from specdec.engine.cuda.kernels.configs import ROWS, head_config, head_tiles, product_config
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
-from specdec.engine.cuda.kernels.tiles import row_scale, tile_product
+from specdec.engine.cuda.kernels.tiles import first_weights, let_next_begin, row_scale, tile_product, wait_for_last
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -36,12 +36,14 @@ class RowNorm:
 NO_NORM = {"PARTS": 1, "PARTS_PADDED": 1, "EPSILON": 0.0}
 
 
-def alternated(weight: torch.Tensor, size: int) -> torch.Tensor:
+def alternated(weight: torch.Tensor, size: int, rotated: int | None = None) -> torch.Tensor:
     """Returns rows of a weight [n * size, inputs], or a bias [n * size], in the order in which kernels take pairs: of
     every `size` rows 0, size/2, 1, size/2 + 1, ... For gate and up, one above the other, `size` is all rows; for heads
-    it is the head's size."""
-    halves = weight.view(-1, 2, size // 2, *weight.shape[1:])
-    return halves.transpose(1, 2).reshape(weight.shape)
+    it is the head's size. Of heads of which a part is `rotated`, the first `rotated` rows alternate so, then the rest.
+    """
+    parts = weight.unflatten(0, (-1, size)).split((rotated, size - rotated) if rotated else size, 1)
+    pairs = [part.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for part in parts]
+    return (pairs[0] if len(pairs) == 1 else torch.cat(pairs, 1)).flatten(0, 1)
 
 
 @jit()
@@ -81,6 +83,7 @@ def product_kernel(
     SUMS: constexpr,
     ACTIVATION: constexpr,
     WIDE: constexpr,
+    PDL: constexpr,
 ):
     """One tile of `product`. Each number that a module of `transformers` would round is rounded here too."""
     tile = tl.program_id(1)
@@ -88,11 +91,15 @@ def product_kernel(
     columns = tile * TILE + tl.arange(0, TILE)
     live = rows < row_count
     scale = live
+    let_next_begin(PDL)
+    first = first_weights(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
+    wait_for_last(PDL)
     if NORM:
         scale = row_scale(sums_ptr, rows, live, K, PARTS, PARTS_PADDED, EPSILON)
     y = tile_product(
-        x_ptr, weight_ptr, gain_ptr, scale, rows, live, tile, N, K, ROWS, TILE, STEP, SLICES, STAGES, NORM, WIDE
-    )
+        first, x_ptr, weight_ptr, gain_ptr, scale, rows, live, tile,
+        N, K, ROWS, TILE, STEP, SLICES, STAGES, NORM, WIDE, PDL
+    )  # fmt: skip
     out = out_ptr.dtype.element_ty
     inside = columns < N
     if BIAS:
@@ -198,6 +205,7 @@ def head_kernel(
     STAGES: constexpr,
     BIAS: constexpr,
     WIDE: constexpr,
+    PDL: constexpr,
 ):
     """One tile of `head`."""
     tile = tl.program_id(1)
@@ -205,9 +213,13 @@ def head_kernel(
     columns = tile * TILE + tl.arange(0, TILE)
     live = rows < row_count
     inside = (columns < N)[:, None]
+    let_next_begin(PDL)
+    first = first_weights(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
+    wait_for_last(PDL)
     y = tile_product(
-        x_ptr, weight_ptr, x_ptr, live, rows, live, tile, N, K, ROWS, TILE, STEP, SLICES, STAGES, False, WIDE
-    )
+        first, x_ptr, weight_ptr, x_ptr, live, rows, live, tile,
+        N, K, ROWS, TILE, STEP, SLICES, STAGES, False, WIDE, PDL
+    )  # fmt: skip
     if BIAS:
         y += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     is_finite = (y - y == 0) | (inside == 0)  # before the softcap, which hides infinities
@@ -271,9 +283,19 @@ def head(
 
 @jit()
 def pick_kernel(
-    best_ptr, id_ptr, finite_ptr, token_ptr, flag_ptr, TILES: constexpr, TILES_PADDED: constexpr, STAGES: constexpr
+    best_ptr,
+    id_ptr,
+    finite_ptr,
+    token_ptr,
+    flag_ptr,
+    TILES: constexpr,
+    TILES_PADDED: constexpr,
+    STAGES: constexpr,
+    PDL: constexpr,
 ):
     """One row of `pick`."""
+    let_next_begin(PDL)
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, TILES_PADDED)
     inside = tiles < TILES
