@@ -71,7 +71,7 @@ class Layer:
         self.gain = vector_of(case.inputs, torch.float32, seed=5)
         self.head_gains = tuple(vector_of(case.size, case.dtype, seed=seed) for seed in (6, 7))
         angles = torch.randn(POSITION_COUNT, case.turned // 2, generator=torch.Generator().manual_seed(8))
-        self.cos, self.sin = angles.cos().to(case.dtype), angles.sin().to(case.dtype)
+        self.angles = (angles.cos().to(case.dtype), angles.sin().to(case.dtype)) if case.turned else (None, None)
         order = torch.randperm(SLOT_COUNT, generator=torch.Generator().manual_seed(9))
         # Beyond the step's rows are places that must not be read, and slots that must not be written.
         beyond = torch.full((BEYOND,), 2**62)
@@ -94,7 +94,9 @@ class Layer:
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
         """Heads of rows after the rotation by the angles of the rows' positions."""
         at = self.positions[: self.case.rows]
-        cos, sin = self.cos[at].float()[:, None], self.sin[at].float()[:, None]
+        if not self.case.turned:
+            return heads
+        cos, sin = (each[at].float()[:, None] for each in self.angles)
         a, b = heads[..., : self.case.turned].chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin, heads[..., self.case.turned :]), -1)
 
@@ -120,7 +122,7 @@ class Layer:
         norm = RowNorm(sums_of(x, output_tile(case.inputs)), self.gain, EPSILON)
         weight = alternated(self.weight, case.size, case.rotated)
         bias = None if self.bias is None else alternated(self.bias, case.size, case.rotated)
-        qkv_rope(x, weight, self.cos, self.sin, positions, slots, *written, count, norm=norm, bias=bias)
+        qkv_rope(x, weight, *self.angles, positions, slots, *written, count, norm=norm, bias=bias)
         return written
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -162,9 +164,7 @@ def test_the_single_kernel_norms_heads_rotates_and_writes(case: Case) -> None:
     written = layer.outputs(case.rows)
     gains = layer.head_gains if case.special else None
     rows = torch.cat((qkv, torch.full((BEYOND, *qkv.shape[1:]), torch.nan))).to(case.dtype)
-    rope_write(
-        rows, layer.cos, layer.sin, layer.positions, layer.slots, *written, case.rows, gains=gains, epsilon=EPSILON
-    )
+    rope_write(rows, *layer.angles, layer.positions, layer.slots, *written, case.rows, gains=gains, epsilon=EPSILON)
     if gains is not None:
         for gain, of in zip(gains, (slice(0, case.heads), slice(case.heads, case.heads + case.kv_heads))):
             flat = qkv[:, of].reshape(-1, case.size).to(case.dtype)

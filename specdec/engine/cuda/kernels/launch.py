@@ -26,6 +26,15 @@ except ImportError:
 
 logger = logging.getLogger("specdec.engine")
 
+if triton is not None and triton.knobs.runtime.interpret:  # kernels run one after the other: there is no wait
+
+    def gdc_wait() -> None:
+        pass
+
+    def gdc_launch_dependents() -> None:
+        pass
+
+
 refused: set[torch.device] = set()
 ALIGNMENT = 16  # bytes: Triton compiles another binary for an address that is no multiple of it
 DEPENDENT_CAPABILITY = (9, 0)  # of GPUs that start a kernel before the one before it has ended

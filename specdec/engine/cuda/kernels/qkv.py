@@ -36,6 +36,11 @@ def rotated(a, b, cos_ptr, sin_ptr, at, turned, SIZE: constexpr, ROTATED: conste
     return left, right
 
 
+def rotated_size(cos: torch.Tensor | None) -> int:
+    """The number of elements of a head that angles [positions, pairs] rotate."""
+    return 0 if cos is None else 2 * cos.shape[1]
+
+
 @jit("row_count")
 def qkv_rope_kernel(
     x_ptr,
@@ -91,9 +96,10 @@ def qkv_rope_kernel(
     a, b = tl.split(y.to(out).to(tl.float32).reshape(HALF, 2, ROWS).trans(0, 2, 1))  # [HALF, ROWS] each
     head = tile * TILE // SIZE
     pair = (tile * TILE % SIZE) // 2 + tl.arange(0, HALF)
-    if ROTATED > 0 and head < HEADS + KV_HEADS:
-        at = tl.load(position_ptr + rows, mask=live, other=0)[None, :] * (ROTATED // 2) + pair[:, None]
-        a, b = rotated(a, b, cos_ptr, sin_ptr, at, (pair < ROTATED // 2)[:, None] & live[None, :], SIZE, ROTATED)
+    if ROTATED > 0:
+        if head < HEADS + KV_HEADS:
+            at = tl.load(position_ptr + rows, mask=live, other=0)[None, :] * (ROTATED // 2) + pair[:, None]
+            a, b = rotated(a, b, cos_ptr, sin_ptr, at, (pair < ROTATED // 2)[:, None] & live[None, :], SIZE, ROTATED)
     if head < HEADS:
         place = query_ptr + (rows.to(tl.int64) * HEADS + head)[None, :] * SIZE
     else:
@@ -107,8 +113,8 @@ def qkv_rope_kernel(
 def qkv_rope(
     x: torch.Tensor,
     weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     positions: torch.Tensor,
     slots: torch.Tensor,
     queries: torch.Tensor,
@@ -125,7 +131,8 @@ def qkv_rope(
     x [>= rows, inputs]; weight [(heads + 2 kv heads) * size, inputs] and bias: all query heads, then keys, then values,
     `alternated` by the head's size and its rotated part; cos and sin [positions, rotated / 2], 16-bit or float32;
     positions and slots [>= rows] int64; queries [>= rows, heads, size]; key_cache and value_cache [slots, kv heads,
-    size]. One 16-bit type. An element i < rotated / 2 is rotated with i + rotated / 2; those from `rotated` on are not.
+    size]. One 16-bit type. An element i < rotated / 2 is rotated with i + rotated / 2; those from `rotated` on are not,
+    without `cos` and `sin` none.
     """
     _, heads, size = queries.shape
     outputs, inputs = weight.shape
@@ -149,7 +156,7 @@ def qkv_rope(
         HEADS=heads,
         KV_HEADS=key_cache.shape[1],
         SIZE=size,
-        ROTATED=2 * cos.shape[1],
+        ROTATED=rotated_size(cos),
         K=inputs,
         **(norm.constants() if norm else NO_NORM),
         ROWS=ROWS,
@@ -219,8 +226,8 @@ def rope_write_kernel(
 
 def rope_write(
     qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     positions: torch.Tensor,
     slots: torch.Tensor,
     queries: torch.Tensor,
@@ -254,7 +261,7 @@ def rope_write(
         HEADS=heads,
         KV_HEADS=kv_heads,
         SIZE=size,
-        ROTATED=2 * cos.shape[1],
+        ROTATED=rotated_size(cos),
         HALF_PADDED=power_of_two(size // 2),
         EPSILON=epsilon,
         NORMS=gains is not None,
