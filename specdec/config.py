@@ -105,6 +105,12 @@ class EngineSettings(Settings):
         le=256,
     )
     enforce_eager: bool = setting(False, MODEL, "On a GPU: run every step without captured CUDA graphs.")
+    dependent_launch: bool = setting(
+        True,
+        MODEL,
+        "On a GPU of compute capability 9.0 or later: in captured steps begin each kernel before the one before it has "
+        "ended; off by itself where replays then differ.",
+    )
 
     @model_validator(mode="after")
     def _check_block_size(self) -> EngineSettings:

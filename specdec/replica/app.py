@@ -215,7 +215,15 @@ class ReplicaApp(Generic[Payload, Answer]):
             is_stable = self._kind.has_stable_rows
             target = own.target_tokenizer if isinstance(own, DraftSettings) else ""
             return load_model(
-                own.model, own.dtype, own.device, progress, own.enforce_eager, is_stable, target, own.max_model_len
+                own.model,
+                own.dtype,
+                own.device,
+                progress,
+                own.enforce_eager,
+                is_stable,
+                target,
+                own.max_model_len,
+                own.dependent_launch,
             )
         from specdec.engine.parallel.group import Ending
         from specdec.engine.parallel.rank import ModelSource, load_leader
