@@ -173,6 +173,18 @@ class SplitSettings(Settings):
         ge=1,
         le=1024,
     )
+    symmetric_memory: bool = setting(
+        False,
+        RANKS,
+        "On GPUs of one machine: add the ranks' parts in memory that all of them read, inside captured graphs. Not yet "
+        "run on two GPUs.",
+    )
+
+    @model_validator(mode="after")
+    def _check_symmetric(self) -> SplitSettings:
+        if self.symmetric_memory and self.tensor_parallel_size == 1:
+            raise ValueError("--symmetric-memory is for several ranks: give --tensor-parallel-size of at least 2")
+        return self
 
 
 class RankSettings(SplitSettings, TlsSettings):
@@ -191,6 +203,8 @@ class RankSettings(SplitSettings, TlsSettings):
         if self.tensor_parallel_size % self.nnodes:
             limit = f"it must be a multiple of --nnodes {self.nnodes}"
             raise ValueError(f"--tensor-parallel-size is {self.tensor_parallel_size}; {limit}")
+        if self.symmetric_memory and self.nnodes > 1:
+            raise ValueError(f"--symmetric-memory needs all ranks on one machine; --nnodes is {self.nnodes}")
         if self.node_rank >= self.nnodes:
             raise ValueError(f"--node-rank is {self.node_rank}; it must be below --nnodes {self.nnodes}")
         if self.nnodes > 1 and not self.master_port:

@@ -262,9 +262,10 @@ def backend_for(
     enforce_eager: bool,
     has_stable_rows: bool,
     dependent_launch: bool = False,
+    agree: Callable[[bool], bool] = bool,
 ) -> Backend:
-    """Returns the backend of a device for one model; on a GPU `enforce_eager`: no captured graphs. `dependent_launch`:
-    see `DeviceBackend`."""
+    """Returns the backend of a device for one model; on a GPU `enforce_eager`: no captured graphs. `dependent_launch`
+    and `agree`: see `DeviceBackend`."""
     if device.type == "cpu":
         return CpuBackend(dtype, positions_max)
     from specdec.engine.cuda.backend import DeviceBackend
@@ -276,6 +277,7 @@ def backend_for(
         not enforce_eager,
         has_trees=not has_stable_rows,
         tries_dependent=dependent_launch,
+        agree=agree,
     )
 
 

@@ -233,7 +233,7 @@ class ReplicaApp(Generic[Payload, Answer]):
             exit_grace_s=LOST_GRACE_S,
             on_stop_requested=self._request_stop,
         )
-        source = ModelSource(own.model, own.dtype, device(own.device), own.max_model_len)
+        source = ModelSource(own.model, own.dtype, device(own.device), own.max_model_len, own.symmetric_memory)
         leader = load_leader(source, self._place, ending, progress)
         self._send_ranks_home = leader.close
         return leader

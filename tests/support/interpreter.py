@@ -57,6 +57,14 @@ def own_process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), interpret)
 
 
+def run_ranks(function: Callable[..., Any], rank_count: int, *arguments: object) -> list[Any]:
+    """Calls function(rank, *arguments) for all ranks at once, each in a process of its own with interpreted kernels;
+    returns their results, once all are done."""
+    with ProcessPoolExecutor(rank_count, multiprocessing.get_context("spawn"), interpret) as processes:
+        running = [processes.submit(function, rank, *arguments) for rank in range(rank_count)]
+        return [each.result() for each in running]
+
+
 def run_test(module: str, name: str, arguments: dict[str, object]) -> None:
     """Runs a test by its name; called in the other process."""
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)

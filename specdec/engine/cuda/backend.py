@@ -81,7 +81,8 @@ class DeviceBackend:
     `positions_max`: most positions of a sequence. `graph_sequences_max`: most sequences in a captured step.
     `has_trees`: the model is a draft's: captured steps have trees. `tries_dependent`: captured steps launch their own
     kernels dependently where the device can and their bits stay the same (`is_dependent`, which may be changed: steps
-    captured later are so).
+    captured later are so). `agree`: whether all ranks of the model capture a step that this one would, by itself if it
+    is alone.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class DeviceBackend:
         graph_sequences_max: int = SEQUENCE_COUNTS[-1],
         has_trees: bool = False,
         tries_dependent: bool = False,
+        agree: Callable[[bool], bool] = bool,
     ):
         self.device = device
         self._has_trees = has_trees
@@ -103,6 +105,7 @@ class DeviceBackend:
         self._graph_sequences_max = graph_sequences_max
         self._tries_dependent = tries_dependent
         self.is_dependent = False
+        self._agree = agree
         self._storage: DeviceStorage | None = None
         self._call: DeviceStep | None = None
 
@@ -277,7 +280,7 @@ class DeviceBackend:
         if self._tries_dependent and self._call and self._shapes and dependent.is_supported(self.device):
             self.is_dependent = dependent.tried(lambda: self._replays_agree(prepare), self.device)
         with launch.dependent(self.is_dependent):
-            self._graphs = capture_steps(self._shapes, prepare, self.device)
+            self._graphs = capture_steps(self._shapes, prepare, self.device, self._agree)
         self._shapes = list(self._graphs)
         if self._shapes:
             how = ", launched dependently" if self.is_dependent else ""

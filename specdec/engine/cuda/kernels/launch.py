@@ -78,10 +78,10 @@ def dependent(is_on: bool) -> Iterator[None]:
         is_dependent.reset(token)
 
 
-def jit(*names: str) -> Callable[[Callable[..., Any]], Any]:
+def jit(*names: str, checks: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Returns `triton.jit` for a kernel whose arguments `names` are numbers of rows or items: no value of them, not
-    even 1 or a multiple of 16, has a binary of its own."""
-    return triton.jit(do_not_specialize=list(names)) if is_there() else lambda kernel: kernel
+    even 1 or a multiple of 16, has a binary of its own. `checks`: what the kernel asserts is checked on the device."""
+    return triton.jit(do_not_specialize=list(names), debug=checks) if is_there() else lambda kernel: kernel
 
 
 def launch(
@@ -98,8 +98,8 @@ def launch(
     constants |= {"STAGES": stages, "WIDE": is_interpreted(), "PDL": is_dependent.get()}
     known = {name: value for name, value in constants.items() if name in kernel.arg_names}
     # A kernel that does not wait by itself starts when the one before it has ended.
-    starts_early = known.get("PDL", False)
-    kernel[grid](*arguments, **known, num_warps=warps, num_stages=stages, launch_pdl=starts_early)
+    early = {"launch_pdl": True} if known.get("PDL") else {}
+    kernel[grid](*arguments, **known, num_warps=warps, num_stages=stages, **early)
 
 
 def cdiv(count: int, size: int) -> int:

@@ -139,9 +139,10 @@ def product(
     """Writes out = norm(x) @ weight^T + bias + residual for the first `rows` rows, and no other row.
 
     x [>= rows, inputs], weight [outputs, inputs], bias [outputs], residual and out [>= rows, outputs], all of one
-    16-bit type; `out` may be `residual`. `sums` [>= rows, sum_parts(outputs)] float32 gets the sums of squares of what
-    was written, for the norm of the next kernel. With an `activation` weight and bias are `alternated` gates and ups,
-    and out [>= rows, outputs / 2] gets activation(gate) * up; then there is neither residual nor sums.
+    16-bit type; `out` may be `residual`, or float32, so that nothing is rounded: one rank's part of a sum. `sums`
+    [>= rows, sum_parts(outputs)] float32 gets the sums of squares of what was written, for the norm of the next kernel.
+    With an `activation` weight and bias are `alternated` gates and ups, and out [>= rows, outputs / 2] gets
+    activation(gate) * up; then there is neither residual nor sums.
     """
     outputs, inputs = weight.shape
     config = product_config(outputs, inputs)

@@ -1,0 +1,170 @@
+"""Ranks that add in memory which all of them read: the same kernels and modules as on GPUs, in processes that share a
+file in place of the GPUs' memory, and Triton's interpreter in place of the GPUs."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specdec.config import ServeSettings, TargetSettings
+from specdec.engine.cuda.graphs import capture_steps
+from specdec.engine.cuda.kernels import launch
+from specdec.engine.cuda.kernels.products import product
+from specdec.engine.cuda.plan import StepShape
+from specdec.engine.linears import LinearProduct
+from specdec.engine.parallel import symmetric
+from specdec.engine.parallel.exchange import FOLDER
+from specdec.engine.parallel.modules import SplitEmbedding, SplitOutput, add_in_rank_order
+from specdec.engine.parallel.rank import ModelSource, run_follower
+from specdec.engine.parallel.rank_config import RankPlace
+from specdec.engine.parallel.split import Split
+from specdec.engine.parallel.symmetric import MEMORY_BYTES, SymmetricExchange, SymmetricSum, check_symmetric
+from specdec.errors import ConfigError
+from tests.support.interpreter import needs_triton, run_ranks
+
+RANKS = 3  # with two, additions commute: their order would not show
+WIDTH, INPUTS, IDS = 40, 48, 11
+TURNS_MAX = 100_000  # minutes, in the interpreter
+STEPS = ((1, 5, 2), (3,), (0, 10, 4, 7, 9))  # token ids of steps: each begins where any other may have ended
+
+
+class FilePeers:
+    """`Peers` of processes that map one file."""
+
+    def __init__(self, path: str, rank_count: int) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), rank_count * MEMORY_BYTES)
+        start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self.addresses = [start + rank * MEMORY_BYTES for rank in range(rank_count)]
+
+    def view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        count = int(torch.Size(shape).numel())
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=rank * MEMORY_BYTES + start).view(*shape)
+
+
+def exchange_of(path: str, rank: int, rank_count: int) -> SymmetricExchange:
+    return SymmetricExchange(
+        FilePeers(path, rank_count), rank, rank_count, torch.device("cpu"), TURNS_MAX, piece_bytes=64
+    )
+
+
+def weights(dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[Tensor], list[Tensor]]:
+    """Each rank's part of a product's weight, of sizes that differ, the bias; parts of the table and the output."""
+    generator = torch.Generator().manual_seed(3)
+
+    def part(*shape: int) -> list[Tensor]:
+        return [(torch.randn(*shape, generator=generator) * 10.0**rank).to(dtype) for rank in range(RANKS)]
+
+    return part(WIDTH, INPUTS), torch.linspace(-1, 1, WIDTH).to(dtype), part(4, INPUTS), part(4, WIDTH)
+
+
+def run_rank(rank: int, path: str, dtype: torch.dtype) -> list[bytes]:
+    """A rank of a model of one embedding, sum and output layer; returns the bits of what each step found. Parts of more
+    than two rows, and of 64 bytes, are exchanged in pieces."""
+    parts, bias, tables, outputs = weights(dtype)
+    found = []
+    with mock.patch.object(symmetric, "GROUP_ROWS", 2), torch.inference_mode():
+        exchange = exchange_of(path, rank, RANKS)
+        exchange.check()
+        assert exchange.all_agree(True) and not exchange.all_agree(rank != 1)
+        embedding = nn.Embedding(4, INPUTS, _weight=tables[rank])
+        split = SplitEmbedding(embedding, Split(rank, {}, (), (), 4), exchange)
+        summed = SymmetricSum(LinearProduct(parts[rank], bias), exchange)
+        head = SplitOutput(LinearProduct(outputs[rank], None), IDS, exchange)
+        for ids in STEPS:
+            x = split(torch.tensor(ids)[None])
+            y = summed(x)
+            logits = head(y[0])
+            found += [bytes(each.contiguous().view(torch.uint8).numpy()) for each in (x, y, logits)]
+    return found
+
+
+def run_alone(dtype: torch.dtype) -> list[bytes]:
+    """What the ranks compute, in one process: parts by the same kernel, added in rank order."""
+    parts, bias, tables, outputs = weights(dtype)
+    found = []
+    for ids in STEPS:
+        x = torch.cat(tables)[list(ids)]
+        sums = torch.empty(RANKS, len(ids), WIDTH)
+        for weight, out in zip(parts, sums):
+            product(x, weight, out, len(ids))
+        y = add_in_rank_order(list(sums)).add_(bias.float()).to(dtype)
+        logits = torch.cat([y @ each.t() for each in outputs], -1)[:, :IDS]
+        found += [bytes(each.contiguous().view(torch.uint8).numpy()) for each in (x, y, logits)]
+    return found
+
+
+@needs_triton
+def test_processes_add_in_rank_order_with_equal_bits() -> None:
+    """Claim: ranks of several processes that write parts where all read them get the same bits, those of the parts
+    added in rank order: embedding, sums in pieces with a bias, and logits, in steps of any size after one another.
+
+    Conclusive: real processes, no lock between them but the kernel that meets; a part that was read before it was
+    written, or overwritten before it was read, would be another step's. With three ranks of sizes that differ another
+    order has other bits (`tests/cuda/kernels/test_ranks.py`).
+    """
+    dtype = torch.bfloat16
+    with tempfile.NamedTemporaryFile(dir=FOLDER) as file:
+        file.truncate(RANKS * MEMORY_BYTES)
+        first, *others = run_ranks(run_rank, RANKS, file.name, dtype)
+    assert all(other == first for other in others)
+    (wanted,) = run_ranks(of_one, 1, dtype)
+    assert len(first) == 3 * len(STEPS) and first == wanted
+
+
+def of_one(_rank: int, dtype: torch.dtype) -> list[bytes]:
+    return run_alone(dtype)
+
+
+def test_what_lacks_symmetric_memory_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Claim: the setting is off by default, and refused for one process, several machines, a CPU, an installation
+    without Triton or without symmetric memory, each with what is wrong, before a rank reads the folder or joins."""
+    cuda = torch.device("cuda", 0)
+    assert not TargetSettings(model="m").symmetric_memory and not ServeSettings().symmetric_memory
+    with pytest.raises(ValueError, match="give --tensor-parallel-size of at least 2"):
+        TargetSettings(model="m", symmetric_memory=True)
+    with pytest.raises(ValueError, match="one machine; --nnodes is 2"):
+        TargetSettings(model="m", symmetric_memory=True, tensor_parallel_size=2, nnodes=2, master_port=1)
+    source = ModelSource(str(tmp_path / "nowhere"), symmetric_memory=True)
+    with pytest.raises(ConfigError, match="--symmetric-memory: the model is on cpu; its ranks must be on GPUs of one"):
+        run_follower(source, RankPlace(1, 2, "127.0.0.1", 1))
+    monkeypatch.setattr(launch, "is_there", lambda: True)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"--symmetric-memory: torch \S+ has no symmetric memory for GPUs"):
+            check_symmetric(cuda)
+    monkeypatch.setattr(launch, "is_there", lambda: False)
+    with pytest.raises(ConfigError, match="--symmetric-memory needs Triton"):
+        check_symmetric(cuda)
+
+
+def test_ranks_capture_the_same_steps() -> None:
+    """Claim: a step that one rank cannot capture is captured by none, so that all exchange alike; what was captured
+    before stays."""
+    shapes = [StepShape(rows, rows, rows, rows, 64) for rows in (1, 2, 4)]
+
+    def prepare(shape: StepShape) -> Callable[[], None]:
+        def run() -> None:
+            if shape.row_count == 4:
+                raise RuntimeError("out of memory")
+
+        return run
+
+    cpu = torch.device("cpu")
+    assert list(capture_steps(shapes, prepare, cpu)) == shapes[:2]
+    answers = iter([True, True, False])
+    assert list(capture_steps(shapes, prepare, cpu, lambda _: next(answers))) == shapes[:1]
+    told: list[bool] = []
+
+    def agree(is_willing: bool) -> bool:
+        told.append(is_willing)
+        return is_willing
+
+    capture_steps(shapes[1:], prepare, cpu, agree)
+    assert told == [True, True, False]
