@@ -54,7 +54,7 @@ def test_what_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         backend = backend_for(CUDA, torch.bfloat16, 512, enforce_eager, has_stable_rows=True)
         assert backend.with_graphs != enforce_eager
         other = backend_for(CUDA, torch.bfloat16, 512, False, has_stable_rows=True, dependent_launch=enforce_eager)
-        assert other._tries_dependent == enforce_eager and not other.is_dependent
+        assert other.is_dependent is (None if enforce_eager else False)
     assert DraftSettings(model="m").enforce_eager is False and DraftSettings(model="m").dependent_launch
     assert DraftSettings(model="m").block_size == 0
 

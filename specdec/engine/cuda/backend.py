@@ -79,10 +79,9 @@ class DeviceBackend:
     """A `Backend` on a GPU. `with_graphs`: steps of few rows are captured at the first step after `allocate`.
 
     `positions_max`: most positions of a sequence. `graph_sequences_max`: most sequences in a captured step.
-    `has_trees`: the model is a draft's: captured steps have trees. `tries_dependent`: captured steps launch their own
-    kernels dependently where the device can and their bits stay the same (`is_dependent`, which may be changed: steps
-    captured later are so). `agree`: whether all ranks of the model capture a step that this one would, by itself if it
-    is alone.
+    `has_trees`: the model is a draft's: captured steps have trees. `tries_dependent`: kernels of captured steps launch
+    dependently where the device can and no bit changes. `is_dependent` says whether they do, None until it was tried;
+    it may be set, for steps captured later. `agree`: whether all ranks of the model go on capturing as this one would.
     """
 
     def __init__(
@@ -103,8 +102,7 @@ class DeviceBackend:
         self._positions_max = positions_max
         self.with_graphs = with_graphs
         self._graph_sequences_max = graph_sequences_max
-        self._tries_dependent = tries_dependent
-        self.is_dependent = False
+        self.is_dependent: bool | None = None if tries_dependent else False
         self._agree = agree
         self._storage: DeviceStorage | None = None
         self._call: DeviceStep | None = None
@@ -277,8 +275,9 @@ class DeviceBackend:
             self._fixed.send(shape)
             return lambda: self._run_fixed(shape, compute)
 
-        if self._tries_dependent and self._call and self._shapes and dependent.is_supported(self.device):
-            self.is_dependent = dependent.tried(lambda: self._replays_agree(prepare), self.device)
+        if self.is_dependent is None:
+            can_be = bool(self._call and self._shapes) and dependent.is_supported(self.device)
+            self.is_dependent = can_be and dependent.tried(lambda: self._replays_agree(prepare), self.device)
         with launch.dependent(self.is_dependent):
             self._graphs = capture_steps(self._shapes, prepare, self.device, self._agree)
         self._shapes = list(self._graphs)

@@ -81,9 +81,12 @@ def load_share(
     fit_attention(model, group.place.rank_count)
     model.eval().requires_grad_(False).to(device)
     share = JoinedShare(model.base_model, split, group.exchange)
-    exchange = group.exchange
-    agree: Callable[[bool], bool] = cast("SymmetricExchange", exchange).all_agree if exchange.is_captured else bool
-    backend = backend_for(device, dtype, positions_max, not exchange.is_captured, True, agree=agree)
+    agree: Callable[[bool], bool] = bool
+    if group.exchange.is_captured:
+        exchange = cast("SymmetricExchange", group.exchange)
+        agree = exchange.all_agree
+        description = dataclasses.replace(description, libraries=f"{description.libraries}, {exchange.numerics}")
+    backend = backend_for(device, dtype, positions_max, not group.exchange.is_captured, True, agree=agree)
     with refusing(name):
         return TransformersModel(model, description, backend, share)
 

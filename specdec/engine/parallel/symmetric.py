@@ -73,6 +73,11 @@ class SymmetricExchange:
         self._flags, *self._tables = (torch.tensor(table, dtype=torch.int64, device=device) for table in tables)
         self._count = 0
 
+    @property
+    def numerics(self) -> str:
+        """What decides the bits of its sums."""
+        return f"parts of ranks in float32 by triton {launch.version()}"
+
     def begin(self) -> None:
         """Waits until all ranks have read the parts of the last step; this step uses the buffers from the first on."""
         self.meet()
