@@ -7,31 +7,44 @@ import mmap
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 from specdec.config import ServeSettings, TargetSettings
+from specdec.engine import transformers_model
+from specdec.engine.cuda import backend as backend_module
+from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.cuda.graphs import capture_steps
 from specdec.engine.cuda.kernels import launch
 from specdec.engine.cuda.kernels.products import product
 from specdec.engine.cuda.plan import StepShape
 from specdec.engine.linears import LinearProduct
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import no_progress, open_model_folder
+from specdec.engine.parallel import share as share_module
 from specdec.engine.parallel import symmetric
 from specdec.engine.parallel.exchange import FOLDER
+from specdec.engine.parallel.group import Bounds, RankGroup
 from specdec.engine.parallel.modules import SplitEmbedding, SplitOutput, add_in_rank_order
 from specdec.engine.parallel.rank import ModelSource, run_follower
 from specdec.engine.parallel.rank_config import RankPlace
+from specdec.engine.parallel.share import load_share
 from specdec.engine.parallel.split import Split
 from specdec.engine.parallel.symmetric import MEMORY_BYTES, SymmetricExchange, SymmetricSum, check_symmetric
+from specdec.engine.transformers_model import TransformersModel
 from specdec.errors import ConfigError
+from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 from tests.support.interpreter import needs_triton, run_ranks
 
 RANKS = 3  # with two, additions commute: their order would not show
 WIDTH, INPUTS, IDS = 40, 48, 11
 TURNS_MAX = 100_000  # minutes, in the interpreter
+NEAR = 0.03  # of logits: sums are rounded to bfloat16 in another place
 STEPS = ((1, 5, 2), (3,), (0, 10, 4, 7, 9))  # token ids of steps: each begins where any other may have ended
 
 
@@ -96,7 +109,7 @@ def run_alone(dtype: torch.dtype) -> list[bytes]:
         for weight, out in zip(parts, sums):
             product(x, weight, out, len(ids))
         y = add_in_rank_order(list(sums)).add_(bias.float()).to(dtype)
-        logits = torch.cat([y @ each.t() for each in outputs], -1)[:, :IDS]
+        logits = torch.cat([LinearProduct(each, None)(y) for each in outputs], -1)[:, :IDS]
         found += [bytes(each.contiguous().view(torch.uint8).numpy()) for each in (x, y, logits)]
     return found
 
@@ -121,6 +134,55 @@ def test_processes_add_in_rank_order_with_equal_bits() -> None:
 
 def of_one(_rank: int, dtype: torch.dtype) -> list[bytes]:
     return run_alone(dtype)
+
+
+def logits_of(model: TransformersModel) -> torch.Tensor:
+    """Logits of a text: a part of its prompt, the rest, then token by token, in captured steps where there are some."""
+    driver, text = Driver(model), random_tokens(9, 1)
+    table = driver.open(20)
+    with mock.patch.object(backend_module, "measure_drift", lambda *_: 0.0):
+        return torch.cat([driver.feed(table, part).clone() for part in (text[:4], text[4:7], text[7:8], text[8:])])
+
+
+def backend_of(device: torch.device, dtype: torch.dtype, positions_max: int, is_eager: bool, **more: Any) -> Any:
+    return DeviceBackend(device, dtype, positions_max, not is_eager, 1, agree=more.get("agree", bool))
+
+
+def run_share(rank: int, path: str, folder: str) -> tuple[torch.Tensor, str, int]:
+    """One rank of two of a model: its logits, its libraries, and the number of captured steps."""
+    place = RankPlace(rank, 2, "127.0.0.1", 1)
+    store = torch.distributed.FileStore(f"{path}.store", 2)
+    group: Any = RankGroup(place, store, exchange_of(path, rank, 2), None, Bounds(), None, None)  # type: ignore[arg-type]
+    with mock.patch.object(share_module, "backend_for", lambda *given, **more: backend_of(*given[:4], **more)):
+        model = load_share("m", open_model_folder(folder), "bfloat16", torch.device("cpu"), group, no_progress)
+    logits = logits_of(model)
+    backend = model.backend
+    assert isinstance(backend, DeviceBackend)
+    assert sum(isinstance(each, SymmetricSum) for each in model._base.modules()) == 4  # two a layer
+    return logits, model.description.libraries, backend.graph_count
+
+
+@pytest.mark.more
+@needs_triton
+def test_a_model_over_ranks_captures_its_steps_and_has_one_ranks_logits(tmp_path: Path) -> None:
+    """Claim: a model over two ranks that add in symmetric memory is captured, gives equal bits on both, and the logits
+    of one rank but for roundings; its profile names how parts are added.
+
+    Conclusive: the loading, the modules and the backend of GPUs, with repeated calls as captured steps, in two
+    processes; a bias added twice, a part left out or added twice, or one of another step is no rounding.
+    """
+    folder = make_tiny_model(tmp_path / "qwen2", "qwen2", num_hidden_layers=2)  # with biases
+    with tempfile.NamedTemporaryFile(dir=FOLDER) as file:
+        file.truncate(2 * MEMORY_BYTES)
+        (first, libraries, count), (second, _, other_count) = run_ranks(run_share, 2, file.name, str(folder))
+        Path(f"{file.name}.store").unlink()
+    assert torch.equal(first, second) and count == other_count > 0
+    assert "parts of ranks in float32 by triton" in libraries
+    with mock.patch.object(transformers_model, "backend_for", lambda *given, **_: backend_of(*given[:4])):
+        alone = load_model(str(folder), "bfloat16")
+    assert isinstance(alone, TransformersModel)
+    wanted = logits_of(alone)
+    assert float((first - wanted).norm() / wanted.norm()) < NEAR
 
 
 def test_what_lacks_symmetric_memory_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,13 @@ needs_triton = pytest.mark.skipif(
 def interpret() -> None:
     """Prepares the process: kernels are interpreted, with two changes. Numbers are rounded to bfloat16 as a GPU
     does, to the nearest and if two are near to the even one: the interpreter cuts them off. And a product of bfloat16
-    numbers, which it computes wrongly and without an error, is an error."""
+    numbers, which it computes wrongly and without an error, is an error. What kernels assert is checked."""
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     np.seterr(invalid="ignore")  # tests have numbers that are none
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
 
+    interpreter_builder.options = replace(interpreter_builder.options, debug=True, sanitize_overflow=False)
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def rounding_cast(self: Any, source: Any, to: Any) -> Any:

@@ -56,7 +56,7 @@ def test_a_rank_that_does_not_come_is_an_error() -> None:
     flags = torch.zeros(2, 2, dtype=torch.int64)
     table, round_of = torch.tensor([row.data_ptr() for row in flags]), torch.full((1,), 6)
     flags[0, 1] = 6
-    with pytest.raises(AssertionError, match="a rank did not come to a sum"):
+    with pytest.raises(Exception, match="AssertionError.*a rank did not come to a sum"):
         meet(table, round_of, 0, turns_max=3)
     for others in (7, 8):
         flags[0, 1], round_of[0], flags[1] = others, 6, 0
