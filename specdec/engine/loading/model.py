@@ -41,8 +41,7 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    place = find_device(device)
-    folder = open_model_folder(path_or_hub_id)
+    place, folder = find_device(device), open_model_folder(path_or_hub_id)
     if folder.config.get("model_type") == TABLE_MODEL_TYPE:
         positions_max = served_positions(path_or_hub_id, folder.config["positions_max"], positions_max)
         return load_table_model(folder, folder.digest(progress), positions_max)

@@ -23,7 +23,7 @@ from specdec.engine.linears import LinearProduct
 from specdec.errors import ConfigError
 
 FLAG = "--symmetric-memory"
-FLAG_BYTES = 1 << 14  # of a rank's memory: a number for each of up to 1,024 ranks, and room
+FLAG_BYTES = 1 << 14  # of a rank's memory: a number for each of up to 1,024 ranks, and more
 SLOT_BYTES = 32 << 20  # of a rank's part in one buffer: 128 rows of 65,536 float32; larger parts are sent in pieces
 BUFFER_COUNT = 2
 MEMORY_BYTES = FLAG_BYTES + BUFFER_COUNT * SLOT_BYTES
@@ -221,7 +221,7 @@ class DevicePeers:
         self._memory = _symmetric_memory.empty(MEMORY_BYTES, dtype=torch.uint8, device=device)
         self._memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(device)
-        self._handle: Any = _symmetric_memory.rendezvous(self._memory, name)
+        self._handle: Any = library._SymmetricMemory.rendezvous(self._memory, name)
 
     @property
     def addresses(self) -> Sequence[int]:

@@ -6,7 +6,7 @@ import torch
 
 from specdec.engine.cuda.kernels.configs import output_tile, sum_parts
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
-from specdec.engine.cuda.kernels.tiles import let_next_begin, wait_for_last
+from specdec.engine.cuda.kernels.tiles import begin, let_next_begin, wait_for_last
 
 LOOKUP_PARTS = 64  # sums of squares that one program of the lookup computes
 
@@ -115,8 +115,7 @@ def embed_kernel(
     PDL: constexpr,
 ):
     """CHUNK sums of one row of `embed`."""
-    let_next_begin(PDL)
-    wait_for_last(PDL)
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     parts = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     columns = parts[:, None] * TILE + tl.arange(0, TILE)[None, :]

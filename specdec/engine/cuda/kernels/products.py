@@ -13,7 +13,7 @@ import torch
 
 from specdec.engine.cuda.kernels.configs import ROWS, head_config, head_tiles, product_config
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
-from specdec.engine.cuda.kernels.tiles import first_weights, let_next_begin, row_scale, tile_product, wait_for_last
+from specdec.engine.cuda.kernels.tiles import begin, begin_product, row_scale, tile_product
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -56,6 +56,19 @@ def activated(gate, ACTIVATION: constexpr):
     return gate / (1.0 + tl.exp(-u))
 
 
+@jit()
+def store_activated(
+    out_ptr, y, rows, live, tile, N: constexpr, ROWS: constexpr, TILE: constexpr, ACTIVATION: constexpr
+):
+    """Writes activation(gate) * up of a tile y [TILE, ROWS] of alternating gates and ups."""
+    out = out_ptr.dtype.element_ty
+    gate, up = tl.split(y.reshape(TILE // 2, 2, ROWS).trans(0, 2, 1))
+    y = activated(gate, ACTIVATION).to(out).to(tl.float32) * up
+    half = tile * (TILE // 2) + tl.arange(0, TILE // 2)
+    at = rows.to(tl.int64)[None, :] * (N // 2) + half[:, None]
+    tl.store(out_ptr + at, y.to(out), mask=live[None, :] & (half < N // 2)[:, None])
+
+
 @jit("row_count")
 def product_kernel(
     x_ptr,
@@ -91,9 +104,7 @@ def product_kernel(
     columns = tile * TILE + tl.arange(0, TILE)
     live = rows < row_count
     scale = live
-    let_next_begin(PDL)
-    first = first_weights(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
-    wait_for_last(PDL)
+    first = begin_product(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
     if NORM:
         scale = row_scale(sums_ptr, rows, live, K, PARTS, PARTS_PADDED, EPSILON)
     y = tile_product(
@@ -106,11 +117,7 @@ def product_kernel(
         y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
     y = y.to(out).to(tl.float32)
     if ACTIVATION is not None:  # rows of the weight alternate: gate 0, up 0, gate 1, up 1, ...
-        gate, up = tl.split(y.reshape(TILE // 2, 2, ROWS).trans(0, 2, 1))
-        y = activated(gate, ACTIVATION).to(out).to(tl.float32) * up
-        half = tile * (TILE // 2) + tl.arange(0, TILE // 2)
-        at = rows.to(tl.int64)[None, :] * (N // 2) + half[:, None]
-        tl.store(out_ptr + at, y.to(out), mask=live[None, :] & (half < N // 2)[:, None])
+        store_activated(out_ptr, y, rows, live, tile, N, ROWS, TILE, ACTIVATION)
     else:
         at = rows.to(tl.int64)[None, :] * N + columns[:, None]
         written = live[None, :] & inside[:, None]
@@ -214,9 +221,7 @@ def head_kernel(
     columns = tile * TILE + tl.arange(0, TILE)
     live = rows < row_count
     inside = (columns < N)[:, None]
-    let_next_begin(PDL)
-    first = first_weights(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
-    wait_for_last(PDL)
+    first = begin_product(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
     y = tile_product(
         first, x_ptr, weight_ptr, x_ptr, live, rows, live, tile,
         N, K, ROWS, TILE, STEP, SLICES, STAGES, False, WIDE, PDL
@@ -295,8 +300,7 @@ def pick_kernel(
     PDL: constexpr,
 ):
     """One row of `pick`."""
-    let_next_begin(PDL)
-    wait_for_last(PDL)
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, TILES_PADDED)
     inside = tiles < TILES

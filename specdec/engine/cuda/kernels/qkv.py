@@ -10,7 +10,7 @@ import torch
 from specdec.engine.cuda.kernels.configs import ROWS, qkv_config
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
 from specdec.engine.cuda.kernels.products import NO_NORM, RowNorm
-from specdec.engine.cuda.kernels.tiles import first_weights, let_next_begin, row_scale, tile_product, wait_for_last
+from specdec.engine.cuda.kernels.tiles import begin, begin_product, row_scale, tile_product
 
 
 @jit()
@@ -34,6 +34,29 @@ def rotated(a, b, cos_ptr, sin_ptr, at, turned, SIZE: constexpr, ROTATED: conste
     if ROTATED < SIZE:
         left, right = tl.where(turned, left, a), tl.where(turned, right, b)
     return left, right
+
+
+@jit()
+def head_of(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    slot_ptr,
+    rows,
+    live,
+    head,
+    HEADS: constexpr,
+    KV_HEADS: constexpr,
+    SIZE: constexpr,
+):
+    """Where a head of these rows is written: queries by row, keys and values by slot."""
+    if head < HEADS:
+        place = query_ptr + (rows.to(tl.int64) * HEADS + head) * SIZE
+    else:
+        cache_ptr = key_ptr if head < HEADS + KV_HEADS else value_ptr
+        slots = tl.load(slot_ptr + rows, mask=live, other=0)
+        place = cache_ptr + (slots * KV_HEADS + (head - HEADS) % KV_HEADS) * SIZE
+    return place
 
 
 def rotated_size(cos: torch.Tensor | None) -> int:
@@ -81,9 +104,7 @@ def qkv_rope_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < row_count
     scale = live
-    let_next_begin(PDL)
-    first = first_weights(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
-    wait_for_last(PDL)
+    first = begin_product(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
     if NORM:
         scale = row_scale(sums_ptr, rows, live, K, PARTS, PARTS_PADDED, EPSILON)
     y = tile_product(
@@ -100,12 +121,7 @@ def qkv_rope_kernel(
         if head < HEADS + KV_HEADS:
             at = tl.load(position_ptr + rows, mask=live, other=0)[None, :] * (ROTATED // 2) + pair[:, None]
             a, b = rotated(a, b, cos_ptr, sin_ptr, at, (pair < ROTATED // 2)[:, None] & live[None, :], SIZE, ROTATED)
-    if head < HEADS:
-        place = query_ptr + (rows.to(tl.int64) * HEADS + head)[None, :] * SIZE
-    else:
-        cache_ptr = key_ptr if head < HEADS + KV_HEADS else value_ptr
-        slots = tl.load(slot_ptr + rows, mask=live, other=0)
-        place = cache_ptr + (slots * KV_HEADS + (head - HEADS) % KV_HEADS)[None, :] * SIZE
+    place = head_of(query_ptr, key_ptr, value_ptr, slot_ptr, rows, live, head, HEADS, KV_HEADS, SIZE)[None, :]
     tl.store(place + first_of(pair, SIZE, ROTATED)[:, None], a.to(out), mask=live[None, :])
     tl.store(place + second_of(pair, SIZE, ROTATED)[:, None], b.to(out), mask=live[None, :])
 
@@ -193,8 +209,7 @@ def rope_write_kernel(
     PDL: constexpr,
 ):
     """One head of one row of `rope_write`."""
-    let_next_begin(PDL)
-    wait_for_last(PDL)
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     pair = tl.arange(0, HALF_PADDED)
@@ -215,11 +230,7 @@ def rope_write_kernel(
         if ROTATED > 0:
             at = tl.load(position_ptr + row) * (ROTATED // 2) + pair
             a, b = rotated(a, b, cos_ptr, sin_ptr, at, pair < ROTATED // 2, SIZE, ROTATED)
-    if head < HEADS:
-        place = query_ptr + (row * HEADS + head) * SIZE
-    else:
-        cache_ptr = key_ptr if head < HEADS + KV_HEADS else value_ptr
-        place = cache_ptr + (tl.load(slot_ptr + row) * KV_HEADS + (head - HEADS) % KV_HEADS) * SIZE
+    place = head_of(query_ptr, key_ptr, value_ptr, slot_ptr, row, row >= 0, head, HEADS, KV_HEADS, SIZE)
     tl.store(place + first, a.to(out), mask=inside)
     tl.store(place + second, b.to(out), mask=inside)
 

@@ -27,6 +27,13 @@ def wait_for_last(PDL: constexpr):
 
 
 @jit()
+def begin(PDL: constexpr):
+    """What a kernel does first that reads nothing before it waits."""
+    let_next_begin(PDL)
+    wait_for_last(PDL)
+
+
+@jit()
 def row_scale(sums_ptr, rows, live, K: constexpr, PARTS: constexpr, PARTS_PADDED: constexpr, EPSILON: constexpr):
     """1 / sqrt(mean square + EPSILON) of each row, from its PARTS sums of squares, float32 [ROWS]."""
     parts = tl.arange(0, PARTS_PADDED)
@@ -51,14 +58,17 @@ def tile_weights(weight_ptr, tile, k, N: constexpr, K: constexpr, TILE: constexp
 
 
 @jit()
-def first_weights(
+def begin_product(
     weight_ptr, tile, N: constexpr, K: constexpr, TILE: constexpr, STEP: constexpr, SLICES: constexpr, PDL: constexpr
 ):
-    """The weights of a tile's first step, under way before the kernel waits; without PDL the loop loads them."""
+    """What a product does first: with PDL it has its first step's weights under way before it waits, and returns them;
+    without, the loop loads them."""
+    let_next_begin(PDL)
     if PDL:
         w = tile_weights(weight_ptr, tile, 0, N, K, TILE, STEP, SLICES)
     else:
         w = tile
+    wait_for_last(PDL)
     return w
 
 
@@ -121,7 +131,7 @@ def tile_product(
     """weight[tile] @ x^T, float32 [TILE, ROWS], x normalized before if NORM: x * scale * gain, rounded once.
 
     Each of the SLICES of a step's inputs has its own sum, over all steps in order; the sums are added at the end.
-    `first`: see `first_weights`.
+    `first`: of `begin_product`.
     """
     total = tl.zeros((SLICES, TILE, ROWS), tl.float32)
     START: constexpr = STEP if PDL else 0
