@@ -180,8 +180,8 @@ def attend_kernel(
     WIDE: constexpr,
     PDL: constexpr,
 ):
-    """The items program_id(0), program_id(0) + num_programs(0), ... of a list, for HEADS query heads of a key head: lane
-    l is row l // HEADS of the item and head l % HEADS."""
+    """The items program_id(0), program_id(0) + num_programs(0), ... of a list, for HEADS query heads of a key head.
+    Lane l is row l // HEADS of the item and head l % HEADS."""
     begin(PDL)
     GROUP: constexpr = HEAD_COUNT // KV_HEAD_COUNT
     PARTS: constexpr = (GROUP + HEADS - 1) // HEADS
