@@ -5,6 +5,8 @@ The library multiplies dense weights, so packed ones are unpacked here, to the m
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -14,10 +16,12 @@ from specdec.engine.packed import PackedLinear
 
 
 class LinearProduct(nn.Module):
-    """A `Product` of torch's, rounded to the type of x. weight [out, in], bias [out]."""
+    """A `Product` of torch's, rounded to the type of x. weight [out, in], bias [out]. `compute`: what computes it in
+    torch's place."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    compute: Callable[[LinearProduct, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
@@ -35,6 +39,10 @@ class LinearProduct(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], of the same type."""
+        return self.by_library(x) if self.compute is None else self.compute(self, x)
+
+    def by_library(self, x: torch.Tensor) -> torch.Tensor:
+        """See `forward`."""
         return functional.linear(x, self.weight, self.bias)
 
     def take_bias(self) -> torch.Tensor | None:

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from deploy.requirements import ENGINE, LOCK, PROJECT, entries, name_of, requirements, sections
+from specdec.engine.cuda.kernels.launch import PREBUILT as PREBUILT_FOLDER
 from tests.deploy.images import DOCKERFILE, IMAGE_ROOT, instructions, stages, stages_of
 from tests.deploy.manifests import SERVICES
 from tests.hygiene.sources import ROOT, imported_names, is_within, modules_below
 
 KERNELS = "specdec/engine/cpu/_kernels.so"
 COMPILING = "specdec/engine/cpu/compile_kernels.py"
+PREBUILT = str(PREBUILT_FOLDER.relative_to(ROOT))
 PORTS = {"coordinator": "50051", "target": "50052", "draft": "50053", "gateway": "8000"}
 # Distribution -> what is imported of it, where the names differ.
 IMPORTED_AS = {
@@ -185,6 +187,49 @@ def test_images_that_compute_have_the_kernels() -> None:
     assert problems_of_kernels(without_stage) == ["no stage compiles the kernels"]
     second = text.rpartition("COPY --from=kernels")
     assert problems_of_kernels(second[0] + second[2].partition("\n")[2]) == ["ray lacks the library"]
+
+
+def problems_of_triton(text: str) -> list[str]:
+    """What keeps images of a Dockerfile from starting Triton without a compiler."""
+    found = stages_of(text)
+    stage = found["triton"]
+    problems = []
+    if not any(re.search(r"install .*\bgcc\b.*\blibc6-dev\b", command) for command in stage.commands):
+        problems.append("the stage installs no compiler")
+    if (stage.base, "/opt/venv/bin/python deploy/prebuild.py prebuilt") != ("replica-packages", stage.commands[-1]):
+        problems.append("the stage does not compile for the packages of the images")
+    if ("deploy/prebuild.py", "deploy/") not in stage.copies:
+        problems.append("the stage lacks the script")
+    taken = ("triton", f"{IMAGE_ROOT}/prebuilt", PREBUILT)
+    for name in ("draft", "target", "ray"):
+        if taken not in found[name].taken:
+            problems.append(f"{name} lacks the module")
+        if found[name].environment.get("TRITON_CACHE_DIR") != "/tmp/triton":  # the folder that all may write
+            problems.append(f"{name} has no cache")
+    return problems
+
+
+def test_images_that_compute_can_start_triton() -> None:
+    """Claim: a stage with a compiler makes what Triton would compile before its first launch, with the very packages
+    of the images; those of draft and target and that of Ray take it to where it is looked for, and have a cache that
+    they may write. Conclusive: whatever line of these is left out is found; `tests/cuda/kernels/test_start.py` starts
+    Triton with no more than this."""
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    assert problems_of_triton(text) == []
+    start = text.index("FROM replica-packages AS triton")
+    planted = {
+        "gcc libc6-dev": "installs no compiler",
+        "COPY deploy/prebuild.py deploy/\n": "lacks the script",
+        "RUN /opt/venv/bin/python deploy/prebuild.py prebuilt\n": "does not compile",
+        f"COPY --from=triton {IMAGE_ROOT}/prebuilt {PREBUILT}\n": "lacks the module",
+        " TRITON_CACHE_DIR=/tmp/triton": "has no cache",
+    }
+    for line, problem in planted.items():
+        assert line in text[start:], line
+        without = text[:start] + text[start:].replace(line, "")
+        assert any(problem in found for found in problems_of_triton(without)), line
+    ignored = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
+    assert "!deploy/prebuild.py" in ignored
 
 
 @pytest.mark.more

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from specdec.engine.cuda.items import ItemLayout
-from specdec.engine.cuda.kernels import attention, norms, products, qkv
+from specdec.engine.cuda.kernels import attention, edits, logprobs, norms, products, qkv, sampling
 from specdec.engine.cuda.kernels.configs import head_tiles, sum_parts
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
-TYPES[torch.int64] = "*i64"
+TYPES |= {torch.int64: "*i64", torch.float64: "*fp64"}
 MODULES: tuple[Any, ...] = (products, qkv, norms, attention)
+SAMPLER: tuple[Any, ...] = (sampling, edits, logprobs)  # whose functions launch by `sampling.run`
+TRITON_STAGES = 3  # where a launch names none
 # The types of NVIDIA's instructions for tensor cores: of a warp, of four warps, of the generation after.
 TENSOR_CORES = re.compile(r"\b(HMMA|HGMMA|UTCHMMA|UTCQMMA|QGMMA|OMMA)\b")
 # Bytes of shared memory that one block may have: NVIDIA's programming guide, table of compute capabilities.
@@ -58,53 +61,71 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: the kernel, the types of its arguments, and the values of its constants."""
+    """One launch: the kernel, the types of its arguments, the values of its constants, and which arguments are pointers
+    to, or are, multiples of 16. `is_fused`: multiplications and additions become one instruction."""
 
     kernel: Any
     types: dict[str, str]
     constants: dict[tuple[int], Any]
-    pointers: tuple[int, ...]
+    aligned: tuple[int, ...]
     warps: int
     stages: int
+    is_fused: bool = True
     pdl: bool = False
 
+    @property
+    def options(self) -> dict[str, Any]:
+        own = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.is_fused}
+        return own | {"launch_pdl": self.pdl}
+
     def source(self) -> Any:
-        """What Triton compiles, as it would for a launch on a GPU: pointers to multiples of 16 bytes."""
+        """What Triton compiles, as it would for a launch on a GPU."""
         from triton.compiler import ASTSource
 
-        attributes = {(place,): [["tt.divisibility", 16]] for place in self.pointers}
+        attributes = {(place,): [["tt.divisibility", 16]] for place in self.aligned}
         return ASTSource(self.kernel, signature=self.types, constexprs=self.constants, attrs=attributes)
 
 
+def launch_of(
+    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], warps: int, stages: int, is_fused: bool = True
+) -> Launch:
+    """A launch with these arguments; numbers that Triton specializes are compiled as it would."""
+    values = [*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :])]
+    types, constant_values, aligned = {}, {}, []
+    for place, (name, value) in enumerate(zip(kernel.arg_names, values)):
+        is_special = place < len(arguments) and isinstance(value, int) and not kernel.params[place].do_not_specialize
+        if isinstance(value, torch.Tensor):
+            types[name] = TYPES[value.dtype]
+            aligned.append(place)
+        elif place < len(arguments) and value is not None and not (is_special and value == 1):
+            types[name] = "i32"
+            if is_special and value % 16 == 0:
+                aligned.append(place)
+        else:
+            types[name] = "constexpr"
+            constant_values[(place,)] = value
+    return Launch(kernel, types, constant_values, tuple(aligned), warps, stages, is_fused)
+
+
 @contextmanager
-def recorded(pdl: bool) -> Iterator[list[Launch]]:
+def recorded(pdl: bool = False) -> Iterator[list[Launch]]:
     """Within it, launches are recorded instead of made, dependent ones with `pdl`; tensors may be on the device
     "meta"."""
     launches: list[Launch] = []
 
     def record(kernel: Any, grid: object, *arguments: Any, warps: int, stages: int, **constants: Any) -> None:
         constants |= {"STAGES": stages, "WIDE": False, "PDL": pdl}
-        values = [*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :])]
-        types, constant_values, pointers = {}, {}, []
-        for place, (name, value) in enumerate(zip(kernel.arg_names, values)):
-            if isinstance(value, torch.Tensor):
-                types[name] = TYPES[value.dtype]
-                pointers.append(place)
-            elif place < len(arguments) and value is not None:
-                types[name] = "i32"
-            else:
-                types[name] = "constexpr"
-                constant_values[(place,)] = value
-        launches.append(Launch(kernel, types, constant_values, tuple(pointers), warps, stages, pdl))
+        launches.append(replace(launch_of(kernel, arguments, constants, warps, stages), pdl=pdl))
 
-    plain = products.launch
-    for module in MODULES:
-        module.launch = record
-    try:
-        yield launches
-    finally:
+    def record_run(kernel: Any, grid: object, *arguments: Any, **constants: Any) -> None:
+        launches.append(launch_of(kernel, arguments, constants, sampling.WARPS, TRITON_STAGES, is_fused=False))
+
+    with ExitStack() as patches:
         for module in MODULES:
-            module.launch = plain
+            patches.enter_context(mock.patch.object(module, "launch", record))
+        for module in SAMPLER:
+            patches.enter_context(mock.patch.object(module, "run", record_run))
+        yield launches
 
 
 NAMES = ("embed", "qkv_rope", "rope_write", "attend", "combine", "o", "gate_up", "down", "rms_norm", "head", "pick")
@@ -157,6 +178,34 @@ def launch_step(model: Model, device: torch.device, slots: int = 1 << 20) -> Non
     products.pick(*found, flags, flags, rows)
 
 
+def sampler_of(width: int, dtype: torch.dtype) -> dict[str, Launch]:
+    """The launches of the sampler for rows of `width` logits with every rule and edit, each once, by name. `dtype`:
+    float64 behind edits, else float32."""
+    rows, selected, columns = 8, 4, 1025
+
+    def of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    numbers, words, whole = torch.float64, torch.int32, torch.int64
+    values, logits = of(dtype, rows, width), of(torch.float32, rows, width)
+    tables = sampling.Tables(
+        of(whole, rows, sampling.FIELDS),
+        of(numbers, rows, sampling.NUMBERS),
+        of(whole, selected),
+        of(whole, 4096),
+        of(numbers, 4096),
+        test_count=7,
+        touched_max=64,
+        has_totals=True,
+    )
+    its = of(whole, rows, edits.FIELDS), of(numbers, rows, edits.PENALTIES), of(whole, 4096), of(numbers, 4096)
+    with recorded() as launches:
+        sampling.sample(values, tables, of(dtype, selected, columns))
+        edits.edit(logits, edits.Edits(*its, of(words, rows, -(-width // 32))))
+        logprobs.row_logprobs(logits, of(whole, rows), of(whole, rows, 5), of(numbers, rows), 20)
+    return {launch.kernel.__name__: launch for launch in launches}
+
+
 @dataclass(frozen=True)
 class Binary:
     """What a compiled kernel's disassembly tells: bytes of spilled registers and of shared memory, and the kinds of
@@ -173,8 +222,7 @@ def compiled(launch: Launch, capability: int) -> Binary:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    options = {"num_warps": launch.warps, "num_stages": launch.stages, "launch_pdl": launch.pdl}
-    kernel = triton.compile(launch.source(), target=GPUTarget("cuda", capability, 32), options=options)
+    kernel = triton.compile(launch.source(), target=GPUTarget("cuda", capability, 32), options=launch.options)
     path = Path(triton.knobs.cache.dir) / f"{kernel.hash}.cubin"
     path.write_bytes(kernel.asm["cubin"])
     reader = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -198,7 +246,7 @@ def intermediate(launch: Launch) -> str:
 
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
-    options = backend.parse_options({"num_warps": launch.warps, "num_stages": launch.stages})
+    options = backend.parse_options(launch.options)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, overload
+from typing import NamedTuple, cast, overload
 
 import torch
 from torch import nn
@@ -21,13 +21,15 @@ from specdec.engine.backend import Compute, Product, StepInput, StepResult, chec
 from specdec.engine.cuda import dependent
 from specdec.engine.cuda.attention import DENSE, TREES, AttentionBackend, BlockTables, DeviceMetadata
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture, capture_steps, graph_shapes
+from specdec.engine.cuda.item_attention import ItemAttention, ItemMetadata
 from specdec.engine.cuda.kernels import launch
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
 from specdec.engine.cuda.near_ties import MarginCounter, blocks_of_drift, measure_drift
+from specdec.engine.cuda.parts import KernelParts, kernel_parts
 from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
 from specdec.engine.cuda.select import select_backend
 from specdec.engine.cuda.step import DeviceStep, PlannedStep
-from specdec.engine.cuda.step_check import device_step
+from specdec.engine.cuda.step_check import device_step, have_kernels
 from specdec.engine.cuda.step_plan import ItemBuffer, ItemTensors, captured_shapes, shape_of
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, StepOutput
@@ -106,6 +108,8 @@ class DeviceBackend:
         self._agree = agree
         self._storage: DeviceStorage | None = None
         self._call: DeviceStep | None = None
+        self._parts: KernelParts | None = None  # of a model without a step of our own kernels
+        self._attention: ItemAttention | None = None
 
     def replace_modules(self, base: nn.Module) -> None:
         with self._current():
@@ -124,15 +128,24 @@ class DeviceBackend:
         weight = output.get_buffer("weight")
         self.product_bytes = sum(each.byte_count for each in products) + weight.numel() * weight.element_size()
         self._shape = shape
+        if not have_kernels(self._dtype, self.device):
+            return
+        sizes = shape, self._dtype, self.device, self._positions_max
         with self._current():
-            self._call = device_step(base, output, shape, self._dtype, self.device, self._positions_max)
+            self._call = device_step(base, output, *sizes)
+            if self._call is None:
+                self._parts = kernel_parts(base, cast(DeviceOutput, output), *sizes)
+        own = self._call or self._parts
+        self._attention = own.attention if own else None
 
     @property
     def numerics(self) -> str:
-        if self._call is None:
+        own = self._call or self._parts
+        if own is None:
             return ""
-        bits = "equal bits in every step" if self._call.has_equal_rows else "bits of a row by its step"
-        return f"triton {launch.version()}, {bits}"
+        parts = f" for {', '.join(self._parts.names)}" if self._parts else ""
+        bits = "equal bits in every step" if own.has_equal_rows else "bits of a row by its step"
+        return f"triton {launch.version()}{parts}, {bits}"
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -159,9 +172,9 @@ class DeviceBackend:
         """Makes what plans a step: captured steps read one buffer at fixed addresses; the other grows."""
         self._fixed: StepBuffer | ItemBuffer
         self._exact: StepBuffer | ItemBuffer
-        if self._call:
-            self._call.reserve(self._key_max)
-            layout = self._call.layout(storage)
+        if self._attention:
+            self._attention.reserve(self._key_max)
+            layout = self._attention.layout(storage)
             self._fixed, self._exact = (ItemBuffer(layout, self.device) for _ in range(2))
         else:
             sizes = storage.block_size, self._dtype, self.device
@@ -176,7 +189,7 @@ class DeviceBackend:
         """Fills the tensors of the step; returns the smallest captured shape that holds it, or its own."""
         if self._storage is None:
             raise RuntimeError("forward was called before allocate")
-        needed = shape_of(batch) if self._call else exact_shape(batch, self._has_trees)
+        needed = shape_of(batch) if self._attention else exact_shape(batch, self._has_trees)
         shape = next((shape for shape in self._shapes if shape.holds(needed)), None)
         if shape is not None:
             self._fixed.fill(batch, shape)
@@ -256,7 +269,7 @@ class DeviceBackend:
 
     def _shapes_for(self, key_max: int) -> list[StepShape]:
         """Returns the shapes to capture; with block tables, capacity for the longest text has no cost."""
-        if self._call:
+        if self._attention:
             cells_max = 2 * key_max if self._has_trees else key_max  # a draft's sequences have more cells
             return captured_shapes(cells_max, self._graph_sequences_max)
         if isinstance(self.way, BlockTables):
@@ -276,7 +289,7 @@ class DeviceBackend:
             return lambda: self._run_fixed(shape, compute)
 
         if self.is_dependent is None:
-            can_be = bool(self._call and self._shapes) and dependent.is_supported(self.device)
+            can_be = bool((self._call or self._parts) and self._shapes) and dependent.is_supported(self.device)
             self.is_dependent = can_be and dependent.tried(lambda: self._replays_agree(prepare), self.device)
         with launch.dependent(self.is_dependent):
             self._graphs = capture_steps(self._shapes, prepare, self.device, self._agree)
@@ -336,11 +349,15 @@ class DeviceBackend:
 
     def _input(self, step: StepTensors | ItemTensors) -> StepInput:
         assert self._storage is not None
-        if isinstance(step, ItemTensors):
-            assert self._call is not None
+        plan: ItemMetadata | DeviceMetadata
+        if not isinstance(step, ItemTensors):
+            plan = DeviceMetadata(self._storage, step, self.way)
+        elif self._call:
             call = PlannedStep(self._call, self._storage, step)
             return StepInput(step.input_ids[None], step.positions[None], step.logit_rows, None, call)
-        plan = DeviceMetadata(self._storage, step, self.way)
+        else:
+            assert self._attention is not None
+            plan = ItemMetadata(self._attention, self._storage, step)
         return StepInput(step.input_ids[None], step.positions[None], step.logit_rows, plan)
 
     def _current(self) -> AbstractContextManager[object]:

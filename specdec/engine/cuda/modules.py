@@ -6,6 +6,7 @@ A replacement agrees with its module up to the order of roundings; other modules
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -19,9 +20,11 @@ MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class DeviceRMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * gain in float32, rounded once: one kernel if the gain has the type of x."""
+    """x / sqrt(mean(x^2) + epsilon) * gain in float32, rounded once: one kernel if the gain has the type of x.
+    `compute`: what computes it in torch's place."""
 
     gain: torch.Tensor
+    compute: Callable[[DeviceRMSNorm, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, gain: torch.Tensor, epsilon: float):
         super().__init__()
@@ -29,6 +32,9 @@ class DeviceRMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.by_library(x) if self.compute is None else self.compute(self, x)
+
+    def by_library(self, x: torch.Tensor) -> torch.Tensor:
         gain = self.gain
         return functional.rms_norm(x.to(gain.dtype), gain.shape, gain, self.epsilon).to(x.dtype)
 
@@ -89,11 +95,13 @@ class DeviceOutput(nn.Module):
     """The output layer with scale and softcap, in float32: softcap * tanh(scale * x @ weight / softcap).
 
     Products of 16-bit numbers are exact in float32, so 16-bit weights stay 16-bit if the library can sum and return
-    their products in float32; otherwise they are widened once. weight [vocab, in].
+    their products in float32; otherwise they are widened once. weight [vocab, in]. `compute`: what computes it in
+    torch's place.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    compute: Callable[[DeviceOutput, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float = 1.0, softcap: float | None = None
@@ -107,6 +115,10 @@ class DeviceOutput(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] -> [rows, vocab] float32."""
+        return self.by_library(x) if self.compute is None else self.compute(self, x)
+
+    def by_library(self, x: torch.Tensor) -> torch.Tensor:
+        """See `forward`."""
         logits = wider_product(x, self.weight) if self.is_mixed else x.float() @ self.weight
         if self.bias is not None:
             logits = logits.add_(self.bias)

@@ -13,15 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.engine.backend import Asked, StepResult
-from specdec.engine.cuda.items import GROUP_ROWS, ItemLayout
-from specdec.engine.cuda.kernels.attention import (
-    Partials,
-    attend,
-    attend_blocks,
-    attend_config,
-    combine,
-    make_partials,
-)
+from specdec.engine.cuda.item_attention import Cache, ItemAttention
+from specdec.engine.cuda.items import GROUP_ROWS
 from specdec.engine.cuda.kernels.configs import head_tiles, sum_parts
 from specdec.engine.cuda.kernels.norms import embed, rms_norm
 from specdec.engine.cuda.kernels.products import RowNorm, head, pick, product
@@ -31,8 +24,6 @@ from specdec.engine.cuda.step_parts import LayerParts, ModelParts
 from specdec.engine.cuda.step_plan import ItemTensors
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.linears import LinearProduct
-
-Cache = tuple[Tensor, Tensor]  # a layer's keys and values, each [slots, kv heads, head size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +59,7 @@ class DeviceStep:
     def __init__(self, parts: ModelParts):
         """Raises ValueError for sizes that a kernel does not have."""
         self.parts = parts
-        shape = parts.shape
-        self.tile_rows = attend_config(shape.head_count, shape.kv_head_count, shape.head_size).tile_rows
-        self._partials: Partials | None = None
+        self.attention = ItemAttention(parts.shape, parts.table.device)
         self.has_equal_rows = False  # whether a row had the same bits in all tried steps
         self._fixed = self._make_rows(GROUP_ROWS), self._make_logits(GROUP_ROWS)
         self._rows, self._logits = self._fixed
@@ -79,19 +68,6 @@ class DeviceStep:
     def results(self) -> LogitBuffers:
         """Where the results of steps of at most GROUP_ROWS rows lie."""
         return self._fixed[1]
-
-    def layout(self, storage: DeviceStorage) -> ItemLayout:
-        """Returns how a step's words lie for a storage, whatever the number of rows."""
-        return ItemLayout(
-            GROUP_ROWS, storage.block_size, self.tile_rows, self.parts.shape.windows, storage.scratch_slot
-        )
-
-    def reserve(self, positions_max: int) -> None:
-        """Makes the memory of attention for sequences of at most `positions_max` positions, before any step."""
-        shape = self.parts.shape
-        self._partials = make_partials(
-            GROUP_ROWS, shape.head_count, shape.head_size, positions_max, self.parts.table.device
-        )
 
     def run(
         self, storage: DeviceStorage, step: ItemTensors, ids: Tensor, logit_rows: Tensor, asked: Asked
@@ -118,7 +94,7 @@ class DeviceStep:
 
     def run_layer(self, layer: LayerParts, cache: Cache, step: ItemTensors, its: RowBuffers) -> None:
         """Runs one layer on the residual, in place: writes keys and values, attends, adds; then the MLP."""
-        rows, shape, layout = step.shape.row_count, self.parts.shape, step.layout
+        rows = step.shape.row_count
         norm = RowNorm(its.sums, layer.before_attention.gain, layer.before_attention.epsilon)
         angles = layer.cosines, layer.sines, step.positions, step.slots
         weight, bias = layer.qkv.weight, layer.qkv.bias
@@ -130,23 +106,7 @@ class DeviceStep:
             gains = None if norms is None else (norms[0].gain, norms[1].gain)
             epsilon = 0.0 if norms is None else norms[0].epsilon
             rope_write(its.qkv, *angles, its.queries, *cache, rows, gains=gains, epsilon=epsilon)
-        assert self._partials is not None
-        blocks, rule = attend_blocks(rows, step.shape.key_max, shape.kv_head_count), layer.rule
-        words, partials = step.words, self._partials
-        for group in range(layout.group_count):
-            attend(
-                its.queries,
-                *cache,
-                words,
-                layout,
-                partials,
-                blocks,
-                scaling=rule.scaling,
-                window=rule.window,
-                softcap=rule.softcap,
-                group=group,
-            )
-            combine(partials, words, layout, its.attended, window=rule.window, group=group)
+        self.attention.run(its.queries, cache, step, layer.rule, its.attended)
         _add(its, its.attended.flatten(1), layer.out, layer.after_attention, rows)
         norm = RowNorm(its.sums, layer.before_mlp.gain, layer.before_mlp.epsilon)
         weight, bias = layer.gate_up.weight, layer.gate_up.bias

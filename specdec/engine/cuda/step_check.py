@@ -8,6 +8,7 @@ the numerics profile. A step that raises or disagrees is replaced by the modules
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from specdec.engine.attention import AttentionShape
 from specdec.engine.backend import Asked
 from specdec.engine.cuda.attention import DENSE, DeviceMetadata
+from specdec.engine.cuda.item_attention import ItemAttention
 from specdec.engine.cuda.kernels import launch
-from specdec.engine.cuda.plan import StepBuffer, exact_shape
+from specdec.engine.cuda.plan import StepBuffer, StepTensors, exact_shape
 from specdec.engine.cuda.step import DeviceStep
 from specdec.engine.cuda.step_parts import ModelParts, UnknownPart, model_parts
 from specdec.engine.cuda.step_plan import ItemBuffer, ItemTensors, shape_of
@@ -43,18 +45,23 @@ def device_step(
     positions_max: int,
 ) -> DeviceStep | None:
     """Returns the step of a model whose modules are replaced, which no longer work then; None if these are to serve."""
-    if dtype == torch.float32 or device.type != ("cpu" if launch.is_interpreted() else "cuda"):
-        return None
     try:
-        if not launch.is_there():
-            raise UnknownPart("Triton is not installed")
         return tried(base, model_parts(base, output, shape, dtype), output, device, positions_max)
-    except UnknownPart as unknown:
-        reason = str(unknown)
-    except Exception as error:  # of Triton's compiler, of a chip that lacks what a kernel needs
-        reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
-    logger.warning("a step of %s runs module by module: %s", type(base).__name__, reason)
+    except Exception as error:  # of Triton's compiler too, of a chip that lacks what a kernel needs
+        logger.warning("a step of %s runs module by module: %s", type(base).__name__, reason_of(error))
     return None
+
+
+def have_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a model of a type may be computed by our own kernels on a device."""
+    is_known = dtype != torch.float32 and device.type == ("cpu" if launch.is_interpreted() else "cuda")
+    return is_known and launch.can_start()
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the first line of what is wrong with a part."""
+    first = (str(error).strip() or "no reason given").splitlines()[0]
+    return first if isinstance(error, UnknownPart) else f"{type(error).__name__}: {first}"
 
 
 @torch.inference_mode()
@@ -62,7 +69,7 @@ def tried(
     base: nn.Module, parts: ModelParts, output: nn.Module, device: torch.device, positions_max: int
 ) -> DeviceStep:
     """Returns the step of these parts. Raises UnknownPart if it disagrees with the modules, which then work again."""
-    storage = new_storage(parts, device)
+    storage = new_storage(parts.shape, parts.table.dtype, device)
     count = min(TOKEN_COUNT, positions_max)
     ids = torch.arange(count) % len(parts.table)
     batch = RaggedBatch((Chunk(range(1, storage.block_count), 0, ids.tolist(), count),))
@@ -71,8 +78,8 @@ def tried(
     parts.alternate()
     try:
         call = DeviceStep(parts)
-        call.reserve(PREFIX + max(WIDTHS) + 1)
-        compare(call, storage, planned(call, storage, batch), states, hidden, logits)
+        call.attention.reserve(PREFIX + max(WIDTHS) + 1)
+        compare(call, storage, planned(call.attention, storage, batch), states, hidden, logits)
         call.has_equal_rows = has_equal_rows(call, storage, positions_max)
     except BaseException:
         parts.restore()
@@ -80,12 +87,11 @@ def tried(
     return call
 
 
-def new_storage(parts: ModelParts, device: torch.device) -> DeviceStorage:
+def new_storage(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> DeviceStorage:
     """Returns a small storage for every layer. Blocks but the zero block hold random numbers."""
-    shape, table = parts.shape, parts.table
     blocks = 1 + -(-(PREFIX + max(WIDTHS)) // BLOCK_SIZE)
     sizes = shape.layer_count, blocks, BLOCK_SIZE, shape.kv_head_count, shape.head_size
-    storage = DeviceStorage(*sizes, table.dtype, device)
+    storage = DeviceStorage(*sizes, dtype, device)
     generator = torch.Generator().manual_seed(0)
     for layer in storage.layers:
         layer[:, 1:] = torch.randn(layer[:, 1:].shape, generator=generator).to(layer)
@@ -95,10 +101,7 @@ def new_storage(parts: ModelParts, device: torch.device) -> DeviceStorage:
 def run_modules(base: nn.Module, storage: DeviceStorage, batch: RaggedBatch) -> tuple[list[Tensor], Tensor]:
     """Returns the states that enter each layer, then those that leave the last, and the last norm of these, by the
     modules.  # [rows, hidden] each"""
-    buffer, shape = StepBuffer(storage.block_size, storage.scratch_slot, storage.layers[0].device), exact_shape(batch)
-    buffer.reserve(shape)
-    buffer.fill(batch, shape)
-    step = buffer.send(shape)
+    step = planned_for_modules(storage, batch)
     count = len(storage.layers)
     with states_entering(base, range(count + 1)) as found:
         hidden = base(
@@ -110,9 +113,17 @@ def run_modules(base: nn.Module, storage: DeviceStorage, batch: RaggedBatch) -> 
     return [found[layer_id][0] for layer_id in range(count + 1)], hidden
 
 
-def planned(call: DeviceStep, storage: DeviceStorage, batch: RaggedBatch) -> ItemTensors:
-    """Returns the tensors of a batch."""
-    buffer, shape = ItemBuffer(call.layout(storage), storage.layers[0].device), shape_of(batch)
+def planned_for_modules(storage: DeviceStorage, batch: RaggedBatch) -> StepTensors:
+    """Returns the tensors of a batch as attention of a library takes them."""
+    buffer, shape = StepBuffer(storage.block_size, storage.scratch_slot, storage.layers[0].device), exact_shape(batch)
+    buffer.reserve(shape)
+    buffer.fill(batch, shape)
+    return buffer.send(shape)
+
+
+def planned(attention: ItemAttention, storage: DeviceStorage, batch: RaggedBatch) -> ItemTensors:
+    """Returns the tensors of a batch as our own attention takes them."""
+    buffer, shape = ItemBuffer(attention.layout(storage), storage.layers[0].device), shape_of(batch)
     buffer.reserve(shape)
     buffer.fill(batch, shape)
     return buffer.send(shape)
@@ -147,20 +158,34 @@ def expect_near(what: str, ours: Tensor, theirs: Tensor, before: Tensor | None =
 
 
 def has_equal_rows(call: DeviceStep, storage: DeviceStorage, positions_max: int) -> bool:
-    """Whether rows of extreme values have the same bits in steps of all WIDTHS, behind a prefix of random keys."""
+    """Whether rows have the same bits in steps of all widths: see `bits_are_equal`."""
     parts, table = call.parts, call.parts.table
+
+    def logits_of(batch: RaggedBatch, rows: Tensor) -> Tensor:
+        parts.table = rows
+        step = planned(call.attention, storage, batch)
+        return call.run(storage, step, step.input_ids, step.logit_rows, Asked(hidden=True)).logits
+
+    try:
+        return bits_are_equal(logits_of, storage, table, positions_max)
+    finally:
+        parts.table = table
+
+
+def bits_are_equal(
+    logits_of: Callable[[RaggedBatch, Tensor], Tensor], storage: DeviceStorage, table: Tensor, positions_max: int
+) -> bool:
+    """Whether rows of extreme values have the same bits in steps of all WIDTHS, behind a prefix of random keys.
+
+    `logits_of(batch, rows)`: a step's logits, with `rows` [ids, hidden] in place of the model's `table`.
+    """
     widths = [width for width in WIDTHS if width <= positions_max]
     start = min(PREFIX, positions_max - widths[0])
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(widths[0], table.shape[1], generator=generator) * torch.logspace(-3, 3, widths[0])[:, None]
+    rows = rows.to(table)
     found: list[Tensor] = []
-    try:
-        parts.table = rows.to(table)
-        for width in widths:
-            batch = RaggedBatch((Chunk(range(1, storage.block_count), start, range(width), width),))
-            step = planned(call, storage, batch)
-            result = call.run(storage, step, step.input_ids, step.logit_rows, Asked(hidden=True))
-            found.append(result.logits.view(torch.int32).clone())
-    finally:
-        parts.table = table
+    for width in widths:
+        batch = RaggedBatch((Chunk(range(1, storage.block_count), start, range(width), width),))
+        found.append(logits_of(batch, rows).view(torch.int32).clone())
     return all(torch.equal(each, found[0][: len(each)]) for each in found)

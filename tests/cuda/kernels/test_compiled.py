@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdec.engine.cuda.kernels.launch import constexpr, jit, tl
 from tests.support.interpreter import needs_triton
-from tests.support.kernel_launches import MODELS, SHARED_BYTES, Launch, compiled, intermediate, step_of
+from tests.support.kernel_launches import MODELS, SHARED_BYTES, Launch, compiled, intermediate, sampler_of, step_of
 
 pytestmark = needs_triton
 WITH_TENSOR_CORES = frozenset({"qkv_rope", "attend", "o", "gate_up", "down", "head"})
@@ -84,6 +85,22 @@ def test_every_kernel_fits_every_chip(model: str, capability: int) -> None:
     """Claim: as above for every kernel of a step, on compute capabilities 8.0, 9.0 and 10.0, for models with biases,
     other activations, wide heads, softcaps, and of float16. Conclusive: as above."""
     for name, launch in step_of(MODELS[model]).items():
+        check(name, launch, capability)
+
+
+SAMPLER = {"maxima_kernel", "totals_kernel", "limits_kernel", "race_kernel", "finish_kernel", "edit_kernel"}
+SAMPLER |= {"tile_maxima_kernel", "tile_sums_kernel", "logprobs_kernel"}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("width, dtype", [(128256, torch.float32), (151937, torch.float64)])
+def test_every_kernel_of_the_sampler_fits_every_chip(width: int, dtype: torch.dtype, capability: int) -> None:
+    """Claim: as above for the kernels that sample, edit and tell logprobs, none of which has products; for widths that
+    Triton knows to be a multiple of 16 and others. Conclusive: as above."""
+    launches = sampler_of(width, dtype)
+    assert launches.keys() == SAMPLER
+    for name, launch in launches.items():
         check(name, launch, capability)
 
 

@@ -8,10 +8,14 @@ kernels widen all numbers they read to float32, and in the interpreter those of 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +39,7 @@ if triton is not None and triton.knobs.runtime.interpret:  # kernels run one aft
         pass
 
 
+PREBUILT = Path(__file__).with_name("prebuilt")  # in images: what Triton would compile in C (deploy/prebuild.py)
 refused: set[torch.device] = set()
 ALIGNMENT = 16  # bytes: Triton compiles another binary for an address that is no multiple of it
 DEPENDENT_CAPABILITY = (9, 0)  # of GPUs that start a kernel before the one before it has ended
@@ -46,9 +51,59 @@ def is_there() -> bool:
     return triton is not None
 
 
+@functools.cache
+def can_start() -> bool:
+    """Whether Triton finds what it starts with; if not, one line in the log says what it lacks."""
+    reason = what_is_missing()
+    if reason:
+        logger.warning("our own kernels are not used, torch computes in their place: %s", reason)
+    return not reason
+
+
+def what_is_missing() -> str:
+    """Returns what Triton lacks to start, "" if nothing.
+
+    Before its first launch Triton compiles a module in C, with Python's headers, links it to the driver's library, and
+    keeps it, as all that it compiles, in its cache: with a filled cache, or PREBUILT, it needs no compiler.
+    """
+    if not is_there():
+        return "Triton is not installed"
+    if is_interpreted():
+        return ""
+    folder = Path(triton.knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return f"its cache {folder} cannot be written ({error.strerror}): TRITON_CACHE_DIR names another folder"
+    try:
+        start()
+    except Exception as error:  # also AssertionError and CalledProcessError
+        what = (str(error).strip() or type(error).__name__).splitlines()[0]
+        needs = "a C compiler (gcc or clang in PATH, or CC), Python's headers and libcuda.so.1"
+        return f"{what} Triton needs {needs}, or a cache filled where these are (TRITON_CACHE_DIR, now {folder})"
+    return ""
+
+
+def start() -> None:
+    """Has Triton load its module in C, as it would before the first launch. Raises what Triton raises."""
+    from triton.backends.nvidia import driver
+
+    source = Path(driver.__file__).with_name("driver.c").read_bytes()
+    module = PREBUILT / f"{hashlib.sha256(source).hexdigest()}.so"
+    build, plain = triton.knobs.build, triton.knobs.build.impl
+    if module.is_file():
+        build.impl = lambda *_: str(module)
+    try:
+        driver.CudaUtils()
+    finally:
+        build.impl = plain
+
+
 def is_usable(device: torch.device) -> bool:
     """Whether the kernels of the sampler run on a device: a GPU on which none of them failed."""
-    return is_there() and device.type == "cuda" and device not in refused
+    return device.type == "cuda" and device not in refused and can_start()
 
 
 def refuse(device: torch.device, reason: str) -> None:
@@ -100,6 +155,13 @@ def launch(
     # A kernel that does not wait by itself starts when the one before it has ended.
     early = {"launch_pdl": True} if known.get("PDL") else {}
     kernel[grid](*arguments, **known, num_warps=warps, num_stages=stages, **early)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as `launch` takes it, contiguous from a multiple of 16 bytes on: itself, or a copy."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def cdiv(count: int, size: int) -> int:
