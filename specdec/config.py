@@ -22,7 +22,6 @@ from specdec.settings import (
     PROCESS,
     PROMPT,
     PROPOSERS,
-    RANKS,
     SAMPLING,
     SECURITY,
     SPECULATION,
@@ -33,8 +32,10 @@ from specdec.settings import (
     LogLevel,
     PeerName,
     ProposerNames,
+    RankSettings,
     ServiceSettings,
     Settings,
+    SplitSettings,
     TlsSettings,
     is_literal,
     is_loopback,
@@ -105,6 +106,12 @@ class EngineSettings(Settings):
         le=256,
     )
     enforce_eager: bool = setting(False, MODEL, "On a GPU: run every step without captured CUDA graphs.")
+    dependent_launch: bool = setting(
+        True,
+        MODEL,
+        "On a GPU of compute capability 9.0 or later: in captured steps begin each kernel before the one before it has "
+        "ended; off by itself where replays then differ.",
+    )
 
     @model_validator(mode="after")
     def _check_block_size(self) -> EngineSettings:
@@ -152,47 +159,6 @@ class ModelSettings(ServiceSettings, EngineSettings):
             raise ValueError(
                 f"--allow-peer {self.allow_peer[0]} is checked against the certificates of clients: give "
                 "--ssl-certfile, --ssl-keyfile and --ssl-ca-certs too"
-            )
-        return self
-
-
-class SplitSettings(Settings):
-    """The number of processes of a model."""
-
-    tensor_parallel_size: int = setting(
-        1,
-        RANKS,
-        "Number of processes (ranks) of the target, each with its share of weights and cache.",
-        missing_flag="-tp",
-        ge=1,
-        le=1024,
-    )
-
-
-class RankSettings(SplitSettings, TlsSettings):
-    """The machines of a model's ranks and the address where the ranks meet."""
-
-    nnodes: int = setting(1, RANKS, "Number of machines; each runs the same number of ranks.", ge=1, le=1024)
-    node_rank: int = setting(0, RANKS, "Number of this machine, from 0; 0 serves, the others follow.", ge=0, le=1023)
-    master_addr: str = setting("127.0.0.1", RANKS, "Address of machine 0 where the ranks meet; it listens on no other.")
-    master_port: int = setting(0, RANKS, "Port of --master-addr; with one machine none is opened.", ge=0, le=65535)
-    insecure_ranks: bool = setting(
-        False, SECURITY, "Allow ranks on other machines; their traffic is unencrypted, so keep their network closed."
-    )
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> RankSettings:
-        if self.tensor_parallel_size % self.nnodes:
-            limit = f"it must be a multiple of --nnodes {self.nnodes}"
-            raise ValueError(f"--tensor-parallel-size is {self.tensor_parallel_size}; {limit}")
-        if self.node_rank >= self.nnodes:
-            raise ValueError(f"--node-rank is {self.node_rank}; it must be below --nnodes {self.nnodes}")
-        if self.nnodes > 1 and not self.master_port:
-            raise ValueError("--nnodes above 1 needs --master-addr and --master-port, the same on every machine")
-        if not (is_loopback(self.master_addr) or self.insecure_ranks):
-            raise ValueError(
-                f"--master-addr {self.master_addr} reaches beyond this machine, and traffic between ranks is "
-                "unencrypted: keep that network closed to others and give --insecure-ranks"
             )
         return self
 

@@ -1,5 +1,5 @@
 """Parts of every settings schema: fields with a group and a help text, addresses, the frozen base class, mutual TLS
-for every command that connects or listens, and the common settings of services.
+for every command that connects or listens, and the common settings of services and of ranks.
 """
 
 from __future__ import annotations
@@ -253,6 +253,61 @@ class ServiceSettings(TlsSettings):
     @model_validator(mode="after")
     def _check_host(self) -> ServiceSettings:
         self.check_reach(self.host, "--host")
+        return self
+
+
+class SplitSettings(Settings):
+    """The number of processes of a model."""
+
+    tensor_parallel_size: int = setting(
+        1,
+        RANKS,
+        "Number of processes (ranks) of the target, each with its share of weights and cache.",
+        missing_flag="-tp",
+        ge=1,
+        le=1024,
+    )
+    symmetric_memory: bool = setting(
+        False,
+        RANKS,
+        "On GPUs of one machine: add the ranks' parts in memory that all of them read, inside captured graphs. Not yet "
+        "run on two GPUs.",
+    )
+
+    @model_validator(mode="after")
+    def _check_symmetric(self) -> SplitSettings:
+        if self.symmetric_memory and self.tensor_parallel_size == 1:
+            raise ValueError("--symmetric-memory is for several ranks: give --tensor-parallel-size of at least 2")
+        return self
+
+
+class RankSettings(SplitSettings, TlsSettings):
+    """The machines of a model's ranks and the address where the ranks meet."""
+
+    nnodes: int = setting(1, RANKS, "Number of machines; each runs the same number of ranks.", ge=1, le=1024)
+    node_rank: int = setting(0, RANKS, "Number of this machine, from 0; 0 serves, the others follow.", ge=0, le=1023)
+    master_addr: str = setting("127.0.0.1", RANKS, "Address of machine 0 where the ranks meet; it listens on no other.")
+    master_port: int = setting(0, RANKS, "Port of --master-addr; with one machine none is opened.", ge=0, le=65535)
+    insecure_ranks: bool = setting(
+        False, SECURITY, "Allow ranks on other machines; their traffic is unencrypted, so keep their network closed."
+    )
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> RankSettings:
+        if self.tensor_parallel_size % self.nnodes:
+            limit = f"it must be a multiple of --nnodes {self.nnodes}"
+            raise ValueError(f"--tensor-parallel-size is {self.tensor_parallel_size}; {limit}")
+        if self.symmetric_memory and self.nnodes > 1:
+            raise ValueError(f"--symmetric-memory needs all ranks on one machine; --nnodes is {self.nnodes}")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank is {self.node_rank}; it must be below --nnodes {self.nnodes}")
+        if self.nnodes > 1 and not self.master_port:
+            raise ValueError("--nnodes above 1 needs --master-addr and --master-port, the same on every machine")
+        if not (is_loopback(self.master_addr) or self.insecure_ranks):
+            raise ValueError(
+                f"--master-addr {self.master_addr} reaches beyond this machine, and traffic between ranks is "
+                "unencrypted: keep that network closed to others and give --insecure-ranks"
+            )
         return self
 
 

@@ -69,4 +69,5 @@ async def run_rank(settings: TargetSettings, place: RankPlace, on_ready: OnReady
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     prepare_libraries(settings.threads)
     own = device(settings.device, place.local_rank)
-    run_follower(ModelSource(settings.model, settings.dtype, own, settings.max_model_len), place)
+    source = ModelSource(settings.model, settings.dtype, own, settings.max_model_len, settings.symmetric_memory)
+    run_follower(source, place)

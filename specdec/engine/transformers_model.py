@@ -185,6 +185,7 @@ def load_transformers_model(
     target_tokenizer: str = "",
     positions_max: int | None = None,
     progress: Progress = no_progress,
+    dependent_launch: bool = True,
 ) -> TransformersModel:
     """Loads the weights of a checked folder; `digest` returns its digest, or raises what is wrong with its files.
     `positions_max`, `progress`: see `load_model`.
@@ -208,7 +209,7 @@ def load_transformers_model(
         raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
     vocabulary = vocabulary and vocabulary.to(device)
     description = describe(folder, model, dtype, digest(), positions_max, device, vocabulary)
-    backend = backend_for(device, dtype, positions_max, enforce_eager, has_stable_rows)
+    backend = backend_for(device, dtype, positions_max, enforce_eager, has_stable_rows, dependent_launch)
     with refusing(name):
         return TransformersModel(model, description, backend)
 
@@ -255,14 +256,29 @@ def read_weights(
 
 
 def backend_for(
-    device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool, has_stable_rows: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    positions_max: int,
+    enforce_eager: bool,
+    has_stable_rows: bool,
+    dependent_launch: bool = False,
+    agree: Callable[[bool], bool] = bool,
 ) -> Backend:
-    """Returns the backend of a device for one model; on a GPU `enforce_eager`: no captured graphs."""
+    """Returns the backend of a device for one model; on a GPU `enforce_eager`: no captured graphs. `dependent_launch`
+    and `agree`: see `DeviceBackend`."""
     if device.type == "cpu":
         return CpuBackend(dtype, positions_max)
     from specdec.engine.cuda.backend import DeviceBackend
 
-    return DeviceBackend(device, dtype, positions_max, not enforce_eager, has_trees=not has_stable_rows)
+    return DeviceBackend(
+        device,
+        dtype,
+        positions_max,
+        not enforce_eager,
+        has_trees=not has_stable_rows,
+        tries_dependent=dependent_launch,
+        agree=agree,
+    )
 
 
 def dtype_of(config: dict[str, Any], dtype_name: str) -> torch.dtype:

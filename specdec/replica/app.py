@@ -20,7 +20,7 @@ from typing import Any, Generic
 import torch
 from prometheus_client.core import Metric
 
-from specdec.config import DraftSettings, ModelSettings
+from specdec.config import DraftSettings, ModelSettings, TargetSettings
 from specdec.engine.interface import CausalModel
 from specdec.engine.loading.devices import default_block_size, find_device, prepare_libraries
 from specdec.engine.loading.model import load_model
@@ -215,7 +215,15 @@ class ReplicaApp(Generic[Payload, Answer]):
             is_stable = self._kind.has_stable_rows
             target = own.target_tokenizer if isinstance(own, DraftSettings) else ""
             return load_model(
-                own.model, own.dtype, own.device, progress, own.enforce_eager, is_stable, target, own.max_model_len
+                own.model,
+                own.dtype,
+                own.device,
+                progress,
+                own.enforce_eager,
+                is_stable,
+                target,
+                own.max_model_len,
+                own.dependent_launch,
             )
         from specdec.engine.parallel.group import Ending
         from specdec.engine.parallel.rank import ModelSource, load_leader
@@ -225,7 +233,8 @@ class ReplicaApp(Generic[Payload, Answer]):
             exit_grace_s=LOST_GRACE_S,
             on_stop_requested=self._request_stop,
         )
-        source = ModelSource(own.model, own.dtype, device(own.device), own.max_model_len)
+        is_symmetric = isinstance(own, TargetSettings) and own.symmetric_memory
+        source = ModelSource(own.model, own.dtype, device(own.device), own.max_model_len, is_symmetric)
         leader = load_leader(source, self._place, ending, progress)
         self._send_ranks_home = leader.close
         return leader

@@ -45,14 +45,18 @@ def test_loading_refuses_before_it_reads(tmp_path: Path) -> None:
 
 
 def test_what_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: blocks are 64 positions, on a GPU 256; free memory is the GPU's own; --enforce-eager disables graphs."""
+    """Claim: blocks are 64 positions, on a GPU 256; free memory is the GPU's own; --enforce-eager disables graphs, and
+    --no-dependent-launch what its name says."""
     assert default_block_size(torch.device("cpu")) == 64 and default_block_size(CUDA) == 256
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
     assert free_memory_bytes(CUDA) == 123 and free_memory_bytes(torch.device("cpu")) > 1 << 20
     for enforce_eager in (False, True):
         backend = backend_for(CUDA, torch.bfloat16, 512, enforce_eager, has_stable_rows=True)
         assert backend.with_graphs != enforce_eager
-    assert DraftSettings(model="m").enforce_eager is False and DraftSettings(model="m").block_size == 0
+        other = backend_for(CUDA, torch.bfloat16, 512, False, has_stable_rows=True, dependent_launch=enforce_eager)
+        assert other.is_dependent is (None if enforce_eager else False)
+    assert DraftSettings(model="m").enforce_eager is False and DraftSettings(model="m").dependent_launch
+    assert DraftSettings(model="m").block_size == 0
 
 
 def test_block_sizes_of_a_cpu_are_eight_or_whole_groups_of_sixteen(tmp_path: Path) -> None:

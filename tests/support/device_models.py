@@ -37,8 +37,11 @@ def load_on_device(
         positions_max: int,
         enforce_eager: bool,
         has_stable_rows: bool,
+        dependent_launch: bool,
     ) -> DeviceBackend:
-        return DeviceBackend(device, dtype, positions_max, with_graphs, sequences_max, not has_stable_rows)
+        return DeviceBackend(
+            device, dtype, positions_max, with_graphs, sequences_max, not has_stable_rows, dependent_launch
+        )
 
     with mock.patch.object(transformers_model, "backend_for", backend):
         model = load_model(str(folder), dtype, device=str(DEVICE), has_stable_rows=has_stable_rows)

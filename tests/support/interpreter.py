@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,14 @@ needs_triton = pytest.mark.skipif(
 def interpret() -> None:
     """Prepares the process: kernels are interpreted, with two changes. Numbers are rounded to bfloat16 as a GPU
     does, to the nearest and if two are near to the even one: the interpreter cuts them off. And a product of bfloat16
-    numbers, which it computes wrongly and without an error, is an error."""
+    numbers, which it computes wrongly and without an error, is an error. What kernels assert is checked."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a model that is interpreted is on the CPU, also where there is a GPU
     torch.set_num_threads(1)
     np.seterr(invalid="ignore")  # tests have numbers that are none
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
 
+    interpreter_builder.options = replace(interpreter_builder.options, debug=True, sanitize_overflow=False)
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def rounding_cast(self: Any, source: Any, to: Any) -> Any:
@@ -56,6 +58,14 @@ def interpret() -> None:
 def own_process() -> ProcessPoolExecutor:
     """The process of all interpreted tests of this worker; it starts with the first."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), interpret)
+
+
+def run_ranks(function: Callable[..., Any], rank_count: int, *arguments: object) -> list[Any]:
+    """Calls function(rank, *arguments) for all ranks at once, each in a process of its own with interpreted kernels;
+    returns their results, once all are done."""
+    with ProcessPoolExecutor(rank_count, multiprocessing.get_context("spawn"), interpret) as processes:
+        running = [processes.submit(function, rank, *arguments) for rank in range(rank_count)]
+        return [each.result() for each in running]
 
 
 def run_test(module: str, name: str, arguments: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,6 +47,7 @@ class Model:
     activation: products.Activation = "silu"
     bias: bool = False
     softcap: float | None = None
+    rotated: int | None = None
 
 
 MODELS = {
@@ -54,6 +55,7 @@ MODELS = {
     "llama-8b": Model(4096, 32, 8, 128, 14336, 128256),
     "qwen-0.5b": Model(896, 14, 2, 64, 4864, 151936, torch.float16, torch.float16, bias=True),
     "gemma-2b": Model(2304, 8, 4, 256, 9216, 256000, gain=torch.float32, activation="gelu_tanh", softcap=30.0),
+    "phi-4-mini": Model(3072, 24, 8, 128, 8192, 200064, rotated=96),
 }
 
 
@@ -69,10 +71,12 @@ class Launch:
     warps: int
     stages: int
     is_fused: bool = True
+    pdl: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.is_fused}
+        own = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.is_fused}
+        return own | {"launch_pdl": self.pdl}
 
     def source(self) -> Any:
         """What Triton compiles, as it would for a launch on a GPU."""
@@ -104,13 +108,14 @@ def launch_of(
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Within it, launches are recorded instead of made; tensors may be on the device "meta"."""
+def recorded(pdl: bool = False) -> Iterator[list[Launch]]:
+    """Within it, launches are recorded instead of made, dependent ones with `pdl`; tensors may be on the device
+    "meta"."""
     launches: list[Launch] = []
 
     def record(kernel: Any, grid: object, *arguments: Any, warps: int, stages: int, **constants: Any) -> None:
-        constants |= {"STAGES": stages, "WIDE": False}
-        launches.append(launch_of(kernel, arguments, constants, warps, stages))
+        constants |= {"STAGES": stages, "WIDE": False, "PDL": pdl}
+        launches.append(replace(launch_of(kernel, arguments, constants, warps, stages), pdl=pdl))
 
     def record_run(kernel: Any, grid: object, *arguments: Any, **constants: Any) -> None:
         launches.append(launch_of(kernel, arguments, constants, sampling.WARPS, TRITON_STAGES, is_fused=False))
@@ -123,46 +128,54 @@ def recorded() -> Iterator[list[Launch]]:
         yield launches
 
 
-def step_of(model: Model) -> dict[str, Launch]:
-    """The launches of a step of a model, each once, by name."""
+NAMES = ("embed", "qkv_rope", "rope_write", "attend", "combine", "o", "gate_up", "down", "rms_norm", "head", "pick")
+
+
+def step_of(model: Model, pdl: bool = False) -> dict[str, Launch]:
+    """The launches of a step of a model, each once, by name; dependent ones with `pdl`."""
+    with recorded(pdl) as launches:
+        launch_step(model, torch.device("meta"))
+    return dict(zip(NAMES, launches, strict=True))
+
+
+def launch_step(model: Model, device: torch.device, slots: int = 1 << 20) -> None:
+    """Launches the kernels of a step of a model once, in the order of NAMES, on 16 rows of zeros."""
     rows = 16
     kinds = {"x": model.dtype, "gain": model.gain, "f": torch.float32, "i": torch.int32, "l": torch.int64}
 
     def of(kind: str, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=kinds[kind], device="meta")
+        return torch.zeros(shape, dtype=kinds[kind], device=device)
 
     hidden, inner, size = model.hidden, model.inner, model.size
     heads, kv_heads, tiles = model.heads, model.kv_heads, head_tiles(model.vocab)
     x, sums, gain = of("x", rows, hidden), of("f", rows, sum_parts(hidden)), of("gain", hidden)
     norm = products.RowNorm(sums, gain, 1e-6)
-    angles, places = [of("x", 4096, size // 2)] * 2, [of("l", rows)] * 2
-    written = of("x", rows, heads, size), *[of("x", 1 << 20, kv_heads, size)] * 2
+    turned = size if model.rotated is None else model.rotated
+    angles, places = [of("x", 4096, turned // 2)] * 2, [of("l", rows)] * 2
+    written = of("x", rows, heads, size), *[of("x", slots, kv_heads, size)] * 2
     outputs = (heads + 2 * kv_heads) * size
     flags = of("i", rows)
     found = of("f", rows, tiles), of("i", rows, tiles), of("i", rows, tiles)
     bias = of("x", outputs) if model.bias else None
     tile_rows = attention.attend_config(heads, kv_heads, size).tile_rows
     items = of("i", 4096), ItemLayout(rows, 256, tile_rows, (None,), 0)
-    partials = attention.make_partials(rows, heads, size, 131072, torch.device("meta"))
+    partials = attention.make_partials(rows, heads, size, 131072, device)
     rule = {"scaling": size**-0.5, "softcap": model.softcap}
-    with recorded() as launches:
-        norms.embed(places[0], of("x", model.vocab, hidden), x, sums, rows)
-        qkv.qkv_rope(x, of("x", outputs, hidden), *angles, *places, *written, rows, norm=norm, bias=bias)
-        head_rows = of("x", rows, heads + 2 * kv_heads, size)
-        gains = of("gain", size), of("gain", size)
-        qkv.rope_write(head_rows, *angles, *places, *written, rows, gains=gains, epsilon=1e-6)
-        attention.attend(*written, *items, partials, 128, **rule)
-        attention.combine(partials, *items, written[0])
-        attended = of("x", rows, heads * size)
-        products.product(attended, of("x", hidden, heads * size), x, rows, residual=x, sums=sums)
-        activated = of("x", rows, inner)
-        products.product(x, of("x", 2 * inner, hidden), activated, rows, norm=norm, activation=model.activation)
-        products.product(activated, of("x", hidden, inner), x, rows, residual=x, sums=sums)
-        norms.rms_norm(x, gain, x, rows, 1e-6, residual=x, sums=sums, finite=flags)
-        products.head(x, of("x", model.vocab, hidden), of("f", rows, model.vocab), *found, rows, softcap=model.softcap)
-        products.pick(*found, flags, flags, rows)
-    names = ("embed", "qkv_rope", "rope_write", "attend", "combine", "o", "gate_up", "down", "rms_norm", "head", "pick")
-    return dict(zip(names, launches, strict=True))
+    norms.embed(places[0], of("x", model.vocab, hidden), x, sums, rows)
+    qkv.qkv_rope(x, of("x", outputs, hidden), *angles, *places, *written, rows, norm=norm, bias=bias)
+    head_rows = of("x", rows, heads + 2 * kv_heads, size)
+    gains = of("gain", size), of("gain", size)
+    qkv.rope_write(head_rows, *angles, *places, *written, rows, gains=gains, epsilon=1e-6)
+    attention.attend(*written, *items, partials, 128, **rule)
+    attention.combine(partials, *items, written[0])
+    attended = of("x", rows, heads * size)
+    products.product(attended, of("x", hidden, heads * size), x, rows, residual=x, sums=sums)
+    activated = of("x", rows, inner)
+    products.product(x, of("x", 2 * inner, hidden), activated, rows, norm=norm, activation=model.activation)
+    products.product(activated, of("x", hidden, inner), x, rows, residual=x, sums=sums)
+    norms.rms_norm(x, gain, x, rows, 1e-6, residual=x, sums=sums, finite=flags)
+    products.head(x, of("x", model.vocab, hidden), of("f", rows, model.vocab), *found, rows, softcap=model.softcap)
+    products.pick(*found, flags, flags, rows)
 
 
 def sampler_of(width: int, dtype: torch.dtype) -> dict[str, Launch]:
@@ -196,11 +209,12 @@ def sampler_of(width: int, dtype: torch.dtype) -> dict[str, Launch]:
 @dataclass(frozen=True)
 class Binary:
     """What a compiled kernel's disassembly tells: bytes of spilled registers and of shared memory, and the kinds of
-    instructions for tensor cores that are in it."""
+    instructions for tensor cores that are in it. `ptx` is what it was assembled from."""
 
     spilled_bytes: int
     shared_bytes: int
     tensor_cores: frozenset[str]
+    ptx: str
 
 
 def compiled(launch: Launch, capability: int) -> Binary:
@@ -221,7 +235,7 @@ def compiled(launch: Launch, capability: int) -> Binary:
     disassembly = read("--dump-sass")
     assert "EXIT" in disassembly
     spilled = int(usage[1]) + int(usage[2]) + len(re.findall(r"\b(?:LDL|STL)\b", disassembly))
-    return Binary(spilled, kernel.metadata.shared, frozenset(TENSOR_CORES.findall(disassembly)))
+    return Binary(spilled, kernel.metadata.shared, frozenset(TENSOR_CORES.findall(disassembly)), kernel.asm["ptx"])
 
 
 def intermediate(launch: Launch) -> str:

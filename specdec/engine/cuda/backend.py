@@ -18,8 +18,9 @@ from torch import nn
 
 from specdec.engine.attention import AttentionShape
 from specdec.engine.backend import Compute, Product, StepInput, StepResult, check_inputs, chunk_flags, finite_rows
+from specdec.engine.cuda import dependent
 from specdec.engine.cuda.attention import DENSE, TREES, AttentionBackend, BlockTables, DeviceMetadata
-from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
+from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture, capture_steps, graph_shapes
 from specdec.engine.cuda.item_attention import ItemAttention, ItemMetadata
 from specdec.engine.cuda.kernels import launch
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
@@ -80,7 +81,9 @@ class DeviceBackend:
     """A `Backend` on a GPU. `with_graphs`: steps of few rows are captured at the first step after `allocate`.
 
     `positions_max`: most positions of a sequence. `graph_sequences_max`: most sequences in a captured step.
-    `has_trees`: the model is a draft's: captured steps have trees.
+    `has_trees`: the model is a draft's: captured steps have trees. `tries_dependent`: kernels of captured steps launch
+    dependently where the device can and no bit changes. `is_dependent` says whether they do, None until it was tried;
+    it may be set, for steps captured later. `agree`: whether all ranks of the model go on capturing as this one would.
     """
 
     def __init__(
@@ -91,6 +94,8 @@ class DeviceBackend:
         with_graphs: bool,
         graph_sequences_max: int = SEQUENCE_COUNTS[-1],
         has_trees: bool = False,
+        tries_dependent: bool = False,
+        agree: Callable[[bool], bool] = bool,
     ):
         self.device = device
         self._has_trees = has_trees
@@ -99,6 +104,8 @@ class DeviceBackend:
         self._positions_max = positions_max
         self.with_graphs = with_graphs
         self._graph_sequences_max = graph_sequences_max
+        self.is_dependent: bool | None = None if tries_dependent else False
+        self._agree = agree
         self._storage: DeviceStorage | None = None
         self._call: DeviceStep | None = None
         self._parts: KernelParts | None = None  # of a model without a step of our own kernels
@@ -276,23 +283,58 @@ class DeviceBackend:
     def _capture(self, compute: Compute) -> None:
         started_s = time.perf_counter()
 
-        def run(shape: StepShape) -> None:
-            result = self._found(compute(self._input(self._fixed.views(shape))))
-            if self._results is None:
-                self._results = self._make_results(result)
-            for place, own in zip(self._part_of(self._results, shape), result):
-                if place is not None and own is not None and place.data_ptr() != own.data_ptr():
-                    place.copy_(own)
-
         def prepare(shape: StepShape) -> Callable[[], None]:
             self._fixed.fill(RaggedBatch(()), shape)  # padding only
             self._fixed.send(shape)
-            return lambda: run(shape)
+            return lambda: self._run_fixed(shape, compute)
 
-        self._graphs = capture_steps(self._shapes, prepare, self.device)
+        if self.is_dependent is None:
+            can_be = bool((self._call or self._parts) and self._shapes) and dependent.is_supported(self.device)
+            self.is_dependent = can_be and dependent.tried(lambda: self._replays_agree(prepare), self.device)
+        with launch.dependent(self.is_dependent):
+            self._graphs = capture_steps(self._shapes, prepare, self.device, self._agree)
         self._shapes = list(self._graphs)
         if self._shapes:
-            logger.info("captured %d steps in %.1f s", len(self._shapes), time.perf_counter() - started_s)
+            how = ", launched dependently" if self.is_dependent else ""
+            logger.info("captured %d steps in %.1f s%s", len(self._shapes), time.perf_counter() - started_s, how)
+
+    def _run_fixed(self, shape: StepShape, compute: Compute) -> None:
+        """Runs what was sent as a step of a captured shape; the results lie in the buffer of all."""
+        result = self._found(compute(self._input(self._fixed.views(shape))))
+        if self._results is None:
+            self._results = self._make_results(result)
+        for place, own in zip(self._part_of(self._results, shape), result):
+            if place is not None and own is not None and place.data_ptr() != own.data_ptr():
+                place.copy_(own)
+
+    def _replays_agree(self, prepare: Callable[[StepShape], Callable[[], None]]) -> bool:
+        """Whether dependent launch changes no bit of captured steps, tried on blocks without a holder, which are zeroed
+        afterwards."""
+        storage = self._storage
+        assert storage is not None
+        blocks = range(1, storage.block_count)
+        try:
+            return all(self._shape_agrees(shape, blocks, prepare) for shape in dependent.tried_shapes(self._shapes))
+        finally:
+            for block_id in blocks[: -(-dependent.ROWS_MAX // storage.block_size)]:
+                storage.scrub(block_id, 0, storage.block_size)
+
+    def _shape_agrees(
+        self, shape: StepShape, blocks: Sequence[int], prepare: Callable[[StepShape], Callable[[], None]]
+    ) -> bool:
+        def record(is_on: bool) -> Captured:
+            with launch.dependent(is_on):
+                return capture(prepare(shape), self.device, None)
+
+        def feed(batch: RaggedBatch) -> None:
+            self._fixed.fill(batch, shape)
+            self._fixed.send(shape)
+
+        def results() -> tuple[torch.Tensor, ...]:
+            assert self._results is not None
+            return self._part_of(self._results, shape)[:2]
+
+        return dependent.replays_agree(record, feed, results, dependent.two_texts(shape, blocks, self._key_max))
 
     def _make_results(self, like: DeviceResult) -> DeviceResult:
         """Returns a buffer for the results of the captured shapes, shared by all: the step's own, if it has one."""

@@ -84,22 +84,28 @@ def graph_shapes(
 
 
 def capture_steps(
-    shapes: Sequence[StepShape], prepare: Callable[[StepShape], Callable[[], None]], device: torch.device
+    shapes: Sequence[StepShape],
+    prepare: Callable[[StepShape], Callable[[], None]],
+    device: torch.device,
+    agree: Callable[[bool], bool] = bool,
 ) -> dict[StepShape, Captured]:
     """Captures the shapes in order, up to the bounds; `prepare(shape)` returns the function to capture.
 
-    A failed capture is the last one: steps of the remaining shapes run uncaptured.
+    A failed capture is the last one: steps of the remaining shapes run uncaptured. Ranks `agree`: all capture the same.
     """
     graphs: dict[StepShape, Captured] = {}
     is_cuda = device.type == "cuda"
     pool = torch.cuda.graph_pool_handle() if is_cuda else None
     free_bytes = torch.cuda.mem_get_info(device)[0] if is_cuda else 0
     for shape in shapes:
+        graph: Captured | None = None
         try:
-            graphs[shape] = capture(prepare(shape), device, pool)
+            graph = capture(prepare(shape), device, pool)
         except RuntimeError as error:
             logger.warning("a step of %s is not captured: %s", shape, str(error).strip().splitlines()[0])
+        if not agree(graph is not None) or graph is None:
             break
-        if is_cuda and free_bytes - torch.cuda.mem_get_info(device)[0] > GRAPH_BYTES_MAX:
+        graphs[shape] = graph
+        if not agree(not is_cuda or free_bytes - torch.cuda.mem_get_info(device)[0] <= GRAPH_BYTES_MAX):
             break
     return graphs

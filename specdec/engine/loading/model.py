@@ -28,6 +28,7 @@ def load_model(
     has_stable_rows: bool = True,
     target_tokenizer: str = "",
     positions_max: int | None = None,
+    dependent_launch: bool = True,
 ) -> CausalModel:
     """Loads and describes a model; calls `progress(what, share)` meanwhile.
 
@@ -36,12 +37,11 @@ def load_model(
     graphs on a GPU. `has_stable_rows`, required of a target: without it a model on a GPU takes chunks of trees
     (`TreeRows`); on a CPU every model takes them, and a row's bits never depend on its neighbours. `target_tokenizer`:
     folder or hub id of the target's, for a draft that may have another. `positions_max`: the most positions of a
-    sequence, for which its tables are made; absent: all of the model's.
+    sequence, for which its tables are made; absent: all of the model's. `dependent_launch`: see `DeviceBackend`.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    place = find_device(device)
-    folder = open_model_folder(path_or_hub_id)
+    place, folder = find_device(device), open_model_folder(path_or_hub_id)
     if folder.config.get("model_type") == TABLE_MODEL_TYPE:
         positions_max = served_positions(path_or_hub_id, folder.config["positions_max"], positions_max)
         return load_table_model(folder, folder.digest(progress), positions_max)
@@ -75,6 +75,7 @@ def load_model(
                 target_tokenizer,
                 positions_max,
                 progress or no_progress,
+                dependent_launch,
             )
         finally:
             is_over.set()

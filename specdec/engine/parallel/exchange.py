@@ -32,11 +32,18 @@ SLEEP_S = 0.0002
 
 
 class Exchange(Protocol):
-    """A gather over ranks. All ranks call it in the same order with parts of equal shape and type."""
+    """A gather over ranks. All ranks call it in the same order with parts of equal shape and type.
+
+    `is_captured`: a captured step may exchange.
+    """
 
     rank: int
     rank_count: int
     name: str
+    is_captured: bool
+
+    def begin(self) -> None:
+        """Begins a step; all ranks call it before its first gather."""
 
     def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """Returns the parts of all ranks, in rank order, valid until the next gather but one. Raises when a rank is
@@ -49,11 +56,16 @@ class Exchange(Protocol):
 class DistributedExchange:
     """An exchange over a process group of `torch.distributed`: gloo for CPU tensors, NCCL for those of a GPU."""
 
+    is_captured = False
+
     def __init__(self, group: Any, name: str) -> None:
         self.rank: int = group.rank()
         self.rank_count: int = group.size()
         self.name = name
         self._group = group
+
+    def begin(self) -> None:
+        pass
 
     def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         own = part.contiguous()
@@ -111,6 +123,7 @@ class SharedExchange:
     """
 
     name = "shared memory"
+    is_captured = False
 
     def __init__(self, file: int, rank: int, rank_count: int, check: Callable[[], None]) -> None:
         """Maps the open file `file`; the descriptor may be closed afterwards."""
@@ -126,6 +139,9 @@ class SharedExchange:
         slots = torch.frombuffer(self._memory, dtype=torch.uint8, offset=rank_count * COUNTER_BYTES)
         self._slots = slots.view(BUFFER_COUNT, rank_count, SLOT_BYTES)
         self._views: dict[tuple[torch.Size, torch.dtype], list[list[torch.Tensor]]] = {}
+
+    def begin(self) -> None:
+        pass
 
     def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         if part.numel() * part.element_size() <= SLOT_BYTES:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed
 
 from specdec.engine.parallel.commands import CommandReceiver, CommandSender
@@ -39,6 +40,7 @@ from specdec.errors import ConfigError, Mismatch
 
 FILE_NAME, FILE_NAME_BYTES = "specdec-", 16  # of the shared file: this, and random hexadecimal digits
 Facts = Mapping[str, object]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,11 @@ class RankGroup:
         return isinstance(self.exchange, SharedExchange)
 
 
-def join(place: RankPlace, facts: Facts, ending: Ending, is_cuda: bool = False) -> RankGroup:
-    """Returns when all ranks have joined. `facts` must be the same on all of them.
+def join(
+    place: RankPlace, facts: Facts, ending: Ending, device: torch.device = CPU, is_symmetric: bool = False
+) -> RankGroup:
+    """Returns when all ranks have joined. `facts` must be the same on all of them. `is_symmetric`: their GPUs exchange
+    in symmetric memory.
 
     Raises ConfigError when one does not join, Mismatch with the fact that differs. From here on a lost rank ends this
     process: see `Watch`.
@@ -98,7 +103,7 @@ def join(place: RankPlace, facts: Facts, ending: Ending, is_cuda: bool = False) 
     watch = Watch(pulses, ending.on_lost, ending.exit_grace_s, ending.on_stop_requested)
     try:
         _check_facts(place, store, facts, watch)
-        exchange = _open_exchange(place, store, watch, is_cuda)
+        exchange = _open_exchange(place, store, watch, device, is_symmetric)
     except BaseException as error:
         watch.fail(place.rank, error)
         raise
@@ -140,8 +145,14 @@ def _check_facts(place: RankPlace, store: torch.distributed.Store, facts: Facts,
                 raise Mismatch(f"rank {rank} has {name} {theirs.get(name)!r}, rank 0 has {own!r}: ranks must agree")
 
 
-def _open_exchange(place: RankPlace, store: torch.distributed.Store, watch: Watch, is_cuda: bool) -> Exchange:
-    if is_cuda:
+def _open_exchange(
+    place: RankPlace, store: torch.distributed.Store, watch: Watch, device: torch.device, is_symmetric: bool
+) -> Exchange:
+    if is_symmetric:
+        from specdec.engine.parallel.symmetric import open_symmetric
+
+        return open_symmetric(store, place.rank, place.rank_count, device)
+    if device.type == "cuda":
         return open_nccl(store, place.rank, place.rank_count)
     shared = _open_shared(place, store, watch)
     return shared or open_gloo(store, place.rank, place.rank_count, _own_host(place))

@@ -7,13 +7,14 @@ number of ranks only, not on the batch or on the timing of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from specdec.engine.backend import Product
 from specdec.engine.cpu.kernels import kernels
+from specdec.engine.linears import LinearProduct
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.split import Split
 from specdec.errors import ModelRefused
@@ -89,6 +90,7 @@ class SplitEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [..., rows] -> [..., rows, hidden]."""
+        self._exchange.begin()  # every step begins here
         own = input_ids - self._first
         rows = self.embedding(own.clamp(0, self._last))
         rows = rows.masked_fill_(((own < 0) | (own > self._last))[..., None], 0)
@@ -139,11 +141,18 @@ class JoinedShare:
             linear = getattr(parent, attribute, None)
             if not isinstance(linear, Product):
                 raise ModelRefused(f"module {path} is a {type(linear).__name__}, whose parts ranks cannot add")
-            setattr(parent, attribute, RankSum(linear, self._exchange))
+            setattr(parent, attribute, self._sum_of(linear))
         its: Any = base  # the method is of the architecture's class
         for name, module in base.named_children():
             if isinstance(module, nn.Embedding) and module is its.get_input_embeddings():
                 setattr(base, name, SplitEmbedding(module, self._split, self._exchange))
+
+    def _sum_of(self, linear: Product) -> nn.Module:
+        if not self._exchange.is_captured:
+            return RankSum(linear, self._exchange)
+        from specdec.engine.parallel.symmetric import SymmetricExchange, SymmetricSum
+
+        return SymmetricSum(cast(LinearProduct, linear), cast(SymmetricExchange, self._exchange))
 
     def whole_output(self, output: nn.Module, vocabulary_size: int) -> nn.Module:
         """Returns the output layer of all ranks together, made from this rank's part."""

@@ -35,26 +35,23 @@ SERVING = Bounds()
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The model to load: arguments of `load_model`."""
+    """The model to load: arguments of `load_model`, and whether its ranks add in symmetric memory."""
 
     path_or_hub_id: str
     dtype: str = "auto"
     device: str = "cpu"
     positions_max: int | None = None
+    symmetric_memory: bool = False
 
     @property
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
-    @property
-    def is_cuda(self) -> bool:
-        return self.torch_device.type == "cuda"
-
 
 def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress: Progress) -> LeaderModel:
     """Returns rank 0's model, once all ranks have joined and loaded their shares. Raises SpecdecError."""
     folder = _checked_folder(source, place)
-    group = join(place, _facts(source, folder), ending, source.is_cuda)
+    group = join(place, _facts(source, folder), ending, source.torch_device, source.symmetric_memory)
     try:
         name, device = source.path_or_hub_id, source.torch_device
         share = load_share(name, folder, source.dtype, device, group, progress, source.positions_max)
@@ -73,7 +70,7 @@ def run_follower(source: ModelSource, place: RankPlace, bounds: Bounds = SERVING
     """
     folder = _checked_folder(source, place)
     ending = Ending(lambda loss: _end_frozen(loss, place.parent_pid), bounds)
-    group = join(place, _facts(source, folder), ending, source.is_cuda)
+    group = join(place, _facts(source, folder), ending, source.torch_device, source.symmetric_memory)
     _stop_on_signal(group)
     try:
         name, device = source.path_or_hub_id, source.torch_device
@@ -88,11 +85,16 @@ def run_follower(source: ModelSource, place: RankPlace, bounds: Bounds = SERVING
 
 
 def _checked_folder(source: ModelSource, place: RankPlace) -> ModelFolder:
-    """Returns the folder after checking that the model is supported and divisible. Reads no weights."""
+    """Returns the folder after checking that the model is supported and divisible, and that the ranks can exchange as
+    they should. Reads no weights."""
+    if source.symmetric_memory:
+        from specdec.engine.parallel.symmetric import check_symmetric
+
+        check_symmetric(source.torch_device)
     folder = open_model_folder(source.path_or_hub_id)
     if folder.config.get("model_type") == TABLE_MODEL_TYPE:
         raise ModelRefused(f"{source.path_or_hub_id} is a table model, which cannot be split over ranks")
-    if source.is_cuda:
+    if source.torch_device.type == "cuda":
         torch.cuda.set_device(source.torch_device)  # the device for NCCL
     check_split(source.path_or_hub_id, folder, place.rank_count, source.positions_max)
     return folder
@@ -106,6 +108,7 @@ def _facts(source: ModelSource, folder: ModelFolder) -> Mapping[str, object]:
         "--dtype": source.dtype,
         "--max-model-len": source.positions_max,
         "kind of device": torch.device(source.device).type,
+        "--symmetric-memory": source.symmetric_memory,
         "numerics": numerics_of(source.torch_device),
         "config.json (SHA-256)": hashlib.sha256((folder.path / "config.json").read_bytes()).hexdigest(),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -34,6 +35,9 @@ from specdec.engine.transformers_model import (
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ModelRefused, refusing
 from specdec.folders import has_file
+
+if TYPE_CHECKING:
+    from specdec.engine.parallel.symmetric import SymmetricExchange
 
 PARTING_S = 2.0  # the time rank 0 waits at its end for the others to end
 
@@ -77,8 +81,12 @@ def load_share(
     fit_attention(model, group.place.rank_count)
     model.eval().requires_grad_(False).to(device)
     share = JoinedShare(model.base_model, split, group.exchange)
-    # Captured graphs across GPUs are not supported, so a share runs without them.
-    backend = backend_for(device, dtype, positions_max, True, True)
+    agree: Callable[[bool], bool] = bool
+    if group.exchange.is_captured:
+        exchange = cast("SymmetricExchange", group.exchange)
+        agree = exchange.all_agree
+        description = dataclasses.replace(description, libraries=f"{description.libraries}, {exchange.numerics}")
+    backend = backend_for(device, dtype, positions_max, not group.exchange.is_captured, True, agree=agree)
     with refusing(name):
         return TransformersModel(model, description, backend, share)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from tests.support.kernel_launches import MODELS, SHARED_BYTES, Launch, compiled
 
 pytestmark = needs_triton
 WITH_TENSOR_CORES = frozenset({"qkv_rope", "attend", "o", "gate_up", "down", "head"})
+# Accesses to global memory in PTX; those before the wait of a dependent launch may only be loads of weights and gains.
+ACCESS = re.compile(r"\b((?:ld|st|atom|red|cp\.async)[\w.:]*global\S*)")
+EARLY = frozenset({"qkv_rope", "o", "gate_up", "down", "rms_norm", "head"})
 # Operations on numbers, not on their bits: all of these but widening and rounding.
 ARITHMETIC = re.compile(r"^.*(?:\barith\.(?:add|sub|mul|div|rem|neg|max\w*|min\w*|cmp)f|\bmath\.\w+)\b.*bf16.*$", re.M)
 
@@ -42,6 +46,36 @@ def test_the_two_largest_kernels_fit_an_h100() -> None:
     step = step_of(MODELS["llama-8b"])
     for name in ("gate_up", "head"):
         check(name, step[name], 90)
+
+
+def check_dependent(model: str, names: Iterable[str]) -> None:
+    """On compute capability 9.0 a kernel of a dependent launch waits, once, before it writes; others never wait."""
+    for name, launch in step_of(MODELS[model], pdl=True).items():
+        if name in names:
+            check(name, launch, 90)
+            before, *after = compiled(launch, 90).ptx.split("griddepcontrol.wait;")
+            assert len(after) == 1 and before.count("griddepcontrol.launch_dependents;") == 1, name
+            early = ACCESS.findall(before)
+            assert bool(early) == (name in EARLY) and all(access.startswith("ld.") for access in early), (name, early)
+            assert any(access.startswith("st.") for access in ACCESS.findall(after[0])), name
+            for capability in (80, 90):
+                assert "griddepcontrol" not in compiled(step_of(MODELS[model])[name], capability).ptx, name
+
+
+def test_the_wait_of_a_dependent_launch() -> None:
+    """Claim: with the setting, and for 9.0 only, a kernel lets the next begin and waits for the one before it; before
+    the wait a product loads weights, and nothing is written.
+
+    Conclusive: read off what Triton assembles, with the setting and without.
+    """
+    check_dependent("llama-8b", ("o", "pick"))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("model", MODELS)
+def test_every_kernel_waits(model: str) -> None:
+    """Claim: as above for every kernel of a step; with the first weights in registers nothing is spilled."""
+    check_dependent(model, WITH_TENSOR_CORES | {"rope_write", "combine", "rms_norm", "embed", "pick"})
 
 
 @pytest.mark.more

@@ -29,7 +29,8 @@ POSITION_COUNT, SLOT_COUNT = 300, 400
 
 @dataclass(frozen=True)
 class Case:
-    """The heads of a layer and its type. `special`: a bias in the fused kernel, norms of heads in the other."""
+    """The heads of a layer and its type. `special`: a bias in the fused kernel, norms of heads in the other.
+    `rotated`: the part of a head that is rotated, absent: all."""
 
     rows: int
     heads: int
@@ -38,16 +39,24 @@ class Case:
     inputs: int
     dtype: torch.dtype = torch.bfloat16
     special: bool = False
+    rotated: int | None = None
 
     @property
     def outputs(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.size
+
+    @property
+    def turned(self) -> int:
+        return self.size if self.rotated is None else self.rotated
 
 
 CASES = (
     Case(5, 4, 2, 32, 128),
     Case(1, 3, 1, 48, 72, torch.float16, special=True),  # a tail of inputs
     Case(17, 2, 2, 16, 64, special=True),  # a second tile of rows
+    Case(3, 2, 1, 64, 64, rotated=16, special=True),  # as GPT-NeoX: a quarter; a tile with both kinds of pairs
+    Case(2, 2, 1, 32, 64, torch.float16, rotated=24),  # as Phi-4: three quarters
+    Case(2, 1, 1, 32, 64, rotated=0),  # as SmolLM3 in every fourth layer, and GPT-2
 )
 
 
@@ -61,8 +70,8 @@ class Layer:
         self.bias = vector_of(case.outputs, case.dtype) if case.special else None
         self.gain = vector_of(case.inputs, torch.float32, seed=5)
         self.head_gains = tuple(vector_of(case.size, case.dtype, seed=seed) for seed in (6, 7))
-        angles = torch.randn(POSITION_COUNT, case.size // 2, generator=torch.Generator().manual_seed(8))
-        self.cos, self.sin = angles.cos().to(case.dtype), angles.sin().to(case.dtype)
+        angles = torch.randn(POSITION_COUNT, case.turned // 2, generator=torch.Generator().manual_seed(8))
+        self.angles = (angles.cos().to(case.dtype), angles.sin().to(case.dtype)) if case.turned else (None, None)
         order = torch.randperm(SLOT_COUNT, generator=torch.Generator().manual_seed(9))
         # Beyond the step's rows are places that must not be read, and slots that must not be written.
         beyond = torch.full((BEYOND,), 2**62)
@@ -85,9 +94,11 @@ class Layer:
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
         """Heads of rows after the rotation by the angles of the rows' positions."""
         at = self.positions[: self.case.rows]
-        cos, sin = self.cos[at].float()[:, None], self.sin[at].float()[:, None]
-        a, b = heads.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        if not self.case.turned:
+            return heads
+        cos, sin = (each[at].float()[:, None] for each in self.angles)
+        a, b = heads[..., : self.case.turned].chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, heads[..., self.case.turned :]), -1)
 
     def check(self, written: tuple[torch.Tensor, torch.Tensor, torch.Tensor], heads: torch.Tensor) -> None:
         """What was written is `heads`, queries and keys rotated; nothing else was written."""
@@ -109,9 +120,9 @@ class Layer:
         count = len(x) - BEYOND
         written = self.outputs(count)
         norm = RowNorm(sums_of(x, output_tile(case.inputs)), self.gain, EPSILON)
-        weight = alternated(self.weight, case.size)
-        bias = None if self.bias is None else alternated(self.bias, case.size)
-        qkv_rope(x, weight, self.cos, self.sin, positions, slots, *written, count, norm=norm, bias=bias)
+        weight = alternated(self.weight, case.size, case.rotated)
+        bias = None if self.bias is None else alternated(self.bias, case.size, case.rotated)
+        qkv_rope(x, weight, *self.angles, positions, slots, *written, count, norm=norm, bias=bias)
         return written
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,9 +164,7 @@ def test_the_single_kernel_norms_heads_rotates_and_writes(case: Case) -> None:
     written = layer.outputs(case.rows)
     gains = layer.head_gains if case.special else None
     rows = torch.cat((qkv, torch.full((BEYOND, *qkv.shape[1:]), torch.nan))).to(case.dtype)
-    rope_write(
-        rows, layer.cos, layer.sin, layer.positions, layer.slots, *written, case.rows, gains=gains, epsilon=EPSILON
-    )
+    rope_write(rows, *layer.angles, layer.positions, layer.slots, *written, case.rows, gains=gains, epsilon=EPSILON)
     if gains is not None:
         for gain, of in zip(gains, (slice(0, case.heads), slice(case.heads, case.heads + case.kv_heads))):
             flat = qkv[:, of].reshape(-1, case.size).to(case.dtype)

@@ -55,9 +55,14 @@ def load(architecture: str, folder_of: FolderOf, dtype: torch.dtype = torch.floa
 class ThreadExchange:
     """An exchange between ranks that are threads of one process."""
 
+    is_captured = False
+
     def __init__(self, rank: int, rank_count: int, slots: list[Tensor | None], meeting: Barrier) -> None:
         self.rank, self.rank_count, self.name = rank, rank_count, "threads"
         self._slots, self._meeting = slots, meeting
+
+    def begin(self) -> None:
+        pass
 
     def gather(self, part: Tensor) -> list[Tensor]:
         self._slots[self.rank] = part.clone()

@@ -13,6 +13,7 @@ import torch
 
 from specdec.engine.cuda.items import GROUP_ROWS, TILE_SHIFT, TILE_WORDS, ItemLayout, split_count
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
+from specdec.engine.cuda.kernels.tiles import begin
 
 KEYS = 64  # keys of a turn of the loop; every split begins at a multiple of it
 NO_WINDOW = 1 << 30
@@ -177,10 +178,11 @@ def attend_kernel(
     KEYS: constexpr,
     STAGES: constexpr,
     WIDE: constexpr,
+    PDL: constexpr,
 ):
     """The items program_id(0), program_id(0) + num_programs(0), ... of a list, for HEADS query heads of a key head.
-
     Lane l is row l // HEADS of the item and head l % HEADS."""
+    begin(PDL)
     GROUP: constexpr = HEAD_COUNT // KV_HEAD_COUNT
     PARTS: constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // PARTS
@@ -199,8 +201,7 @@ def attend_kernel(
         known = live[:, None] & (dims < SIZE)[None, :]
         at = (row.to(tl.int64) * HEAD_COUNT + head) * SIZE
         q = tl.load(queries_ptr + at[:, None] + dims[None, :], mask=known, other=0.0)
-        if WIDE:
-            q = q.to(tl.float32)
+        q = q.to(tl.float32) if WIDE else q
         total, most, sums = split_sums(
             q, position, tile, split, kv_head, keys_ptr, values_ptr, words_ptr, window,
             SCALE, SOFTCAP, KV_HEAD_COUNT, SIZE, BLOCK_SIZE, KEYS, STAGES, WIDE
@@ -228,8 +229,10 @@ def combine_kernel(
     SPLIT_COUNT: constexpr,
     SPLITS_PADDED: constexpr,
     TURN: constexpr,
+    PDL: constexpr,
 ):
     """One row and head: its splits, in their order, TURN of them loaded at once."""
+    begin(PDL)
     place = first_place + tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, SIZE_PADDED)

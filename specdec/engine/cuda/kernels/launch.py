@@ -12,7 +12,9 @@ import functools
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,26 @@ try:
     import triton
     import triton.language as tl
     from triton.language import constexpr
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
-    triton = tl = constexpr = None
+    triton = tl = constexpr = gdc_launch_dependents = gdc_wait = None
 
 logger = logging.getLogger("specdec.engine")
+
+if triton is not None and triton.knobs.runtime.interpret:  # kernels run one after the other: there is no wait
+
+    def gdc_wait() -> None:
+        pass
+
+    def gdc_launch_dependents() -> None:
+        pass
+
 
 PREBUILT = Path(__file__).with_name("prebuilt")  # in images: what Triton would compile in C (deploy/prebuild.py)
 refused: set[torch.device] = set()
 ALIGNMENT = 16  # bytes: Triton compiles another binary for an address that is no multiple of it
+DEPENDENT_CAPABILITY = (9, 0)  # of GPUs that start a kernel before the one before it has ended
+is_dependent: ContextVar[bool] = ContextVar("is_dependent", default=False)
 
 
 def is_there() -> bool:
@@ -108,10 +122,21 @@ def is_interpreted() -> bool:
     return is_there() and bool(triton.knobs.runtime.interpret)
 
 
-def jit(*names: str) -> Callable[[Callable[..., Any]], Any]:
+@contextmanager
+def dependent(is_on: bool) -> Iterator[None]:
+    """Within it this thread's launches of kernels that know how to wait (`PDL`) begin before the kernel before them has
+    ended: programmatic dependent launch. For GPUs of DEPENDENT_CAPABILITY and later."""
+    token = is_dependent.set(is_on)
+    try:
+        yield
+    finally:
+        is_dependent.reset(token)
+
+
+def jit(*names: str, checks: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Returns `triton.jit` for a kernel whose arguments `names` are numbers of rows or items: no value of them, not
-    even 1 or a multiple of 16, has a binary of its own."""
-    return triton.jit(do_not_specialize=list(names)) if is_there() else lambda kernel: kernel
+    even 1 or a multiple of 16, has a binary of its own. `checks`: what the kernel asserts is checked on the device."""
+    return triton.jit(do_not_specialize=list(names), debug=checks) if is_there() else lambda kernel: kernel
 
 
 def launch(
@@ -125,9 +150,11 @@ def launch(
     for place, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor) and (argument.data_ptr() % ALIGNMENT or not argument.is_contiguous()):
             raise ValueError(f"argument {place} of {kernel.__name__} must be contiguous from a multiple of 16 bytes on")
-    constants |= {"STAGES": stages, "WIDE": is_interpreted()}
+    constants |= {"STAGES": stages, "WIDE": is_interpreted(), "PDL": is_dependent.get()}
     known = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    kernel[grid](*arguments, **known, num_warps=warps, num_stages=stages)
+    # A kernel that does not wait by itself starts when the one before it has ended.
+    early = {"launch_pdl": True} if known.get("PDL") else {}
+    kernel[grid](*arguments, **known, num_warps=warps, num_stages=stages, **early)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from specdec.engine.cuda.kernels.configs import output_tile, sum_parts
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
+from specdec.engine.cuda.kernels.tiles import begin, let_next_begin, wait_for_last
 
 LOOKUP_PARTS = 64  # sums of squares that one program of the lookup computes
 
@@ -29,6 +30,7 @@ def rms_norm_kernel(
     FINITE: constexpr,
     INDEX: constexpr,
     STAGES: constexpr,
+    PDL: constexpr,
 ):
     """One row of `rms_norm`, as [PARTS, TILE]."""
     row = tl.program_id(0).to(tl.int64)
@@ -37,9 +39,11 @@ def rms_norm_kernel(
     inside = columns < WIDTH
     at = row * WIDTH + columns
     out = out_ptr.dtype.element_ty
+    let_next_begin(PDL)
+    gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_last(PDL)
     source = tl.load(index_ptr + row) if INDEX else row
     x = tl.load(x_ptr + source * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / WIDTH + EPSILON)
     y = (x * scale * gain).to(out).to(tl.float32)
     if RESIDUAL:
@@ -108,8 +112,10 @@ def embed_kernel(
     CHUNK: constexpr,
     SCALE: constexpr,
     STAGES: constexpr,
+    PDL: constexpr,
 ):
     """CHUNK sums of one row of `embed`."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     parts = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     columns = parts[:, None] * TILE + tl.arange(0, TILE)[None, :]

@@ -13,7 +13,7 @@ import torch
 
 from specdec.engine.cuda.kernels.configs import ROWS, head_config, head_tiles, product_config
 from specdec.engine.cuda.kernels.launch import cdiv, constexpr, jit, launch, power_of_two, tl
-from specdec.engine.cuda.kernels.tiles import row_scale, tile_product
+from specdec.engine.cuda.kernels.tiles import begin, begin_product, row_scale, tile_product
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -36,12 +36,14 @@ class RowNorm:
 NO_NORM = {"PARTS": 1, "PARTS_PADDED": 1, "EPSILON": 0.0}
 
 
-def alternated(weight: torch.Tensor, size: int) -> torch.Tensor:
+def alternated(weight: torch.Tensor, size: int, rotated: int | None = None) -> torch.Tensor:
     """Returns rows of a weight [n * size, inputs], or a bias [n * size], in the order in which kernels take pairs: of
     every `size` rows 0, size/2, 1, size/2 + 1, ... For gate and up, one above the other, `size` is all rows; for heads
-    it is the head's size."""
-    halves = weight.view(-1, 2, size // 2, *weight.shape[1:])
-    return halves.transpose(1, 2).reshape(weight.shape)
+    it is the head's size. Of heads of which a part is `rotated`, the first `rotated` rows alternate so, then the rest.
+    """
+    parts = weight.unflatten(0, (-1, size)).split((rotated, size - rotated) if rotated else size, 1)
+    pairs = [part.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for part in parts]
+    return (pairs[0] if len(pairs) == 1 else torch.cat(pairs, 1)).flatten(0, 1)
 
 
 @jit()
@@ -52,6 +54,19 @@ def activated(gate, ACTIVATION: constexpr):
     else:
         u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + tl.exp(-u))
+
+
+@jit()
+def store_activated(
+    out_ptr, y, rows, live, tile, N: constexpr, ROWS: constexpr, TILE: constexpr, ACTIVATION: constexpr
+):
+    """Writes activation(gate) * up of a tile y [TILE, ROWS] of alternating gates and ups."""
+    out = out_ptr.dtype.element_ty
+    gate, up = tl.split(y.reshape(TILE // 2, 2, ROWS).trans(0, 2, 1))
+    y = activated(gate, ACTIVATION).to(out).to(tl.float32) * up
+    half = tile * (TILE // 2) + tl.arange(0, TILE // 2)
+    at = rows.to(tl.int64)[None, :] * (N // 2) + half[:, None]
+    tl.store(out_ptr + at, y.to(out), mask=live[None, :] & (half < N // 2)[:, None])
 
 
 @jit("row_count")
@@ -81,6 +96,7 @@ def product_kernel(
     SUMS: constexpr,
     ACTIVATION: constexpr,
     WIDE: constexpr,
+    PDL: constexpr,
 ):
     """One tile of `product`. Each number that a module of `transformers` would round is rounded here too."""
     tile = tl.program_id(1)
@@ -88,22 +104,20 @@ def product_kernel(
     columns = tile * TILE + tl.arange(0, TILE)
     live = rows < row_count
     scale = live
+    first = begin_product(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
     if NORM:
         scale = row_scale(sums_ptr, rows, live, K, PARTS, PARTS_PADDED, EPSILON)
     y = tile_product(
-        x_ptr, weight_ptr, gain_ptr, scale, rows, live, tile, N, K, ROWS, TILE, STEP, SLICES, STAGES, NORM, WIDE
-    )
+        first, x_ptr, weight_ptr, gain_ptr, scale, rows, live, tile,
+        N, K, ROWS, TILE, STEP, SLICES, STAGES, NORM, WIDE, PDL
+    )  # fmt: skip
     out = out_ptr.dtype.element_ty
     inside = columns < N
     if BIAS:
         y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
     y = y.to(out).to(tl.float32)
     if ACTIVATION is not None:  # rows of the weight alternate: gate 0, up 0, gate 1, up 1, ...
-        gate, up = tl.split(y.reshape(TILE // 2, 2, ROWS).trans(0, 2, 1))
-        y = activated(gate, ACTIVATION).to(out).to(tl.float32) * up
-        half = tile * (TILE // 2) + tl.arange(0, TILE // 2)
-        at = rows.to(tl.int64)[None, :] * (N // 2) + half[:, None]
-        tl.store(out_ptr + at, y.to(out), mask=live[None, :] & (half < N // 2)[:, None])
+        store_activated(out_ptr, y, rows, live, tile, N, ROWS, TILE, ACTIVATION)
     else:
         at = rows.to(tl.int64)[None, :] * N + columns[:, None]
         written = live[None, :] & inside[:, None]
@@ -132,9 +146,10 @@ def product(
     """Writes out = norm(x) @ weight^T + bias + residual for the first `rows` rows, and no other row.
 
     x [>= rows, inputs], weight [outputs, inputs], bias [outputs], residual and out [>= rows, outputs], all of one
-    16-bit type; `out` may be `residual`. `sums` [>= rows, sum_parts(outputs)] float32 gets the sums of squares of what
-    was written, for the norm of the next kernel. With an `activation` weight and bias are `alternated` gates and ups,
-    and out [>= rows, outputs / 2] gets activation(gate) * up; then there is neither residual nor sums.
+    16-bit type; `out` may be `residual`, or float32, so that nothing is rounded: one rank's part of a sum. `sums`
+    [>= rows, sum_parts(outputs)] float32 gets the sums of squares of what was written, for the norm of the next kernel.
+    With an `activation` weight and bias are `alternated` gates and ups, and out [>= rows, outputs / 2] gets
+    activation(gate) * up; then there is neither residual nor sums.
     """
     outputs, inputs = weight.shape
     config = product_config(outputs, inputs)
@@ -198,6 +213,7 @@ def head_kernel(
     STAGES: constexpr,
     BIAS: constexpr,
     WIDE: constexpr,
+    PDL: constexpr,
 ):
     """One tile of `head`."""
     tile = tl.program_id(1)
@@ -205,9 +221,11 @@ def head_kernel(
     columns = tile * TILE + tl.arange(0, TILE)
     live = rows < row_count
     inside = (columns < N)[:, None]
+    first = begin_product(weight_ptr, tile, N, K, TILE, STEP, SLICES, PDL)
     y = tile_product(
-        x_ptr, weight_ptr, x_ptr, live, rows, live, tile, N, K, ROWS, TILE, STEP, SLICES, STAGES, False, WIDE
-    )
+        first, x_ptr, weight_ptr, x_ptr, live, rows, live, tile,
+        N, K, ROWS, TILE, STEP, SLICES, STAGES, False, WIDE, PDL
+    )  # fmt: skip
     if BIAS:
         y += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     is_finite = (y - y == 0) | (inside == 0)  # before the softcap, which hides infinities
@@ -271,9 +289,18 @@ def head(
 
 @jit()
 def pick_kernel(
-    best_ptr, id_ptr, finite_ptr, token_ptr, flag_ptr, TILES: constexpr, TILES_PADDED: constexpr, STAGES: constexpr
+    best_ptr,
+    id_ptr,
+    finite_ptr,
+    token_ptr,
+    flag_ptr,
+    TILES: constexpr,
+    TILES_PADDED: constexpr,
+    STAGES: constexpr,
+    PDL: constexpr,
 ):
     """One row of `pick`."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, TILES_PADDED)
     inside = tiles < TILES
