@@ -44,10 +44,8 @@ def run(session: Session) -> None:
             str(dtype_of(session)).removeprefix("torch."),
         )
         alone = texts_of(load_model(str(folder), dtype, device=str(session.device)), shape, session.device)[0]
-        is_symmetric = not session.is_small and "symmetric_memory" in ModelSource.__dataclass_fields__
-        source = ModelSource(
-            str(folder), dtype, str(session.device), **({"symmetric_memory": True} if is_symmetric else {})
-        )
+        is_symmetric = not session.is_small  # there is none of CPUs
+        source = ModelSource(str(folder), dtype, str(session.device), symmetric_memory=is_symmetric)
         listener = listen(HOST)
         port = listener.getsockname()[1]
         other = multiprocessing.get_context("spawn").Process(

@@ -17,10 +17,10 @@ from bench.gpu_session.texts import PROMPT, Loaded, loaded, shapes_of
 from bench.gpu_session.timing import WARM, device_s, host_s
 from bench.gpu_session.worker import Session
 from specdec.decoding.verification import VerificationRequest, verify
+from specdec.engine.cuda import dependent
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
-SETTING = "is_dependent"  # of the backend: steps captured later are launched dependently
 REPLAYS = 400  # of two texts in turns
 FORWARDS = 8  # in a row, to time the forward alone
 PARENTS = (0, 1, 2, 2, 1, 0, 5)  # of seven nodes behind a first row, on four paths
@@ -52,7 +52,7 @@ def run(session: Session) -> None:
         for step in steps:
             report(session, own, step, way="kernels", dependent_launch=False)
         report_prompt(session, own, "kernels")
-        if has_dependent_launch(session, own):
+        if has_dependent_launch(session):
             with dependent_launch(session, own):
                 for step in steps:
                     report(session, own, step, way="kernels", dependent_launch=True)
@@ -63,10 +63,9 @@ def run(session: Session) -> None:
         report_prompt(session, own, "modules")
 
 
-def has_dependent_launch(session: Session, own: Loaded) -> bool:
+def has_dependent_launch(session: Session) -> bool:
     """Whether a kernel can begin before the one before it has ended."""
-    is_new = session.is_small or torch.cuda.get_device_capability(session.device) >= (9, 0)
-    return is_new and hasattr(own.backend, SETTING)
+    return session.is_small or dependent.is_supported(session.device)
 
 
 @contextmanager
@@ -75,7 +74,7 @@ def dependent_launch(session: Session, own: Loaded) -> Iterator[None]:
     without: texts take turns, so that what a kernel reads too early is another's."""
     batches = [own.texts.batch(count, 8 // count) for count in (1, 2)]
     wanted = [own.model.forward(batch).logits.clone() for batch in batches]
-    setattr(own.backend, SETTING, True)
+    own.backend.is_dependent = True
     try:
         own.texts.allocate()
         replays = 2 if session.is_small else REPLAYS
@@ -84,7 +83,7 @@ def dependent_launch(session: Session, own: Loaded) -> Iterator[None]:
         session.add(check="replays with dependent launch", model=own.shape.name, rows=replays, equal=equal)
         yield
     finally:
-        setattr(own.backend, SETTING, False)
+        own.backend.is_dependent = False
         own.texts.allocate()
 
 

@@ -84,7 +84,7 @@ def without_kernels() -> Iterator[None]:
     """Within it models are made without kernels of our own, whole steps and single parts."""
     with (
         mock.patch.object(backend_module, "device_step", lambda *_: None),
-        mock.patch.object(backend_module, "have_kernels", lambda *_: False, create=True),
+        mock.patch.object(backend_module, "have_kernels", lambda *_: False),
     ):
         yield
 
@@ -101,6 +101,7 @@ class Loaded:
         with without_kernels() if by_modules else nullcontext():
             self.model = engine_model(plain, device, 2 if is_small else 64)
         self.load_s = time.perf_counter() - started_s
+        self.backend.is_dependent = False  # until a stage asks for it
         # A small cache has too few blocks for the measurement of the drift, which takes the interpreter long.
         sizes = (2, 20, 40, 20) if is_small else (8, 480, 8192, PROMPT)
         self.texts = Texts(self.model, *sizes)
