@@ -59,7 +59,7 @@ def logged() -> Iterator[list[str]]:
     """The lines of warnings of the engine within it."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # one handler's own
     logger = logging.getLogger("specdec.engine")
     logger.addHandler(handler)
     try:

@@ -35,6 +35,7 @@ class DeviceRMSNorm(nn.Module):
         return self.by_library(x) if self.compute is None else self.compute(self, x)
 
     def by_library(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the norm of x as torch computes it, whatever `compute` is."""
         gain = self.gain
         return functional.rms_norm(x.to(gain.dtype), gain.shape, gain, self.epsilon).to(x.dtype)
 

@@ -202,7 +202,7 @@ class OtherOperations(TorchDispatchMode):
     """Records the names of operations in which a row may depend on others."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch says nothing of it
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
