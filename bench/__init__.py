@@ -1,1 +1,4 @@
-"""The benchmarks: every published measurement comes from a command here."""
+"""Benchmarks: every figure of the pages comes from one of these. Each is `python -m bench.NAME`; `python -m bench` runs
+all of them. Run from a checkout."""
+
+NAMES: tuple[str, ...] = ("poor_drafts",)

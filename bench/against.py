@@ -27,18 +27,18 @@ from rich.console import Console
 from rich.table import Table
 
 import specdec
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from bench.overhead import GREEDY, STREAM_COUNT, TABLE_PROMPT, beyond_ms, track_quietly
-from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.placement import processor_name
 from bench.pipeline.samples import measure
 from bench.pipeline.variants import AUTO, OFF, Variant
-from bench.processes import cpu_seconds
+from bench.results import Ratio, ratio_of
 from bench.rounds import table_models
 from bench.streams import PROMPT_CHARACTERS, run_streams
 from specdec.errors import SpecdecError
 from specdec.settings import ENVIRONMENT_PREFIX
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from tests.support.processes import cpu_seconds
 
 ROOT = Path(specdec.__file__).resolve().parents[1]
 STOP_S = 5.0

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import grpc
 
 from bench.event_loop import new_event_loop
-from bench.processes import module_command
+from tests.support.processes import module_command
 
 SERVICE = "bench.Bare"
 ECHO_BYTES, ECHO_COUNT = 200, 300

@@ -25,13 +25,13 @@ from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.harness import heldout_prompts
 from bench.pipeline.bars import OF_OFF, never_slower
-from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.placement import Placed, description, placed
 from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, is_reproducible
+from bench.results import Ratio, ratio_of
 from bench.streams import PROMPT_CHARACTERS, Block, block_of, jump_rate, median_block, run_block, run_streams
 from specdec.errors import SpecdecError
+from tests.support.harness import heldout_prompts
 
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32)
 JUMP_TOKENS = 1500, 300  # the first stream's, and those of the others, for over two seconds of any text

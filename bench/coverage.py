@@ -24,7 +24,6 @@ import torch
 from rich.console import Console
 
 from bench.bars import Bar, add_check_flag, as_json, conclude
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
 from models.data import PROMPTS_FILE
 from specdec.advise.forecast import Estimate, resampled_part, share
 from specdec.advise.measuring import Reading, classes_of, readings_of, written
@@ -32,6 +31,7 @@ from specdec.advise.report import sums_of
 from specdec.engine.loading.model import load_offline_target
 from specdec.engine.loading.model_folder import open_model_folder, shown_name
 from specdec.errors import ConfigError, SpecdecError
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
 
 COVERED_MIN = 0.90
 HALF_WIDTH_MAX = 0.05

@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bench.engine.steps import CONTEXT, CachedTexts, Shape, time_step
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
 
 EXTRA_LAYERS_DEFAULT = 12  # 24 in all: about 18 ms a step with one thread, nearly flat to 8 rows in bfloat16
 WIDTH_FACTOR_DEFAULT = 32  # 208 M weights: 45 ms a step, 51 of 9 rows on 8 paths

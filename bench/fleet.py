@@ -29,20 +29,20 @@ from rich.progress import Progress
 from bench.bars import Bar, add_check_flag, as_json, conclude
 from bench.concurrency import chosen_prompts
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.harness import DRAFT_MODEL, heldout_prompts
-from bench.network.machines import LOOPBACK, Machine
-from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.placement import COORDINATOR_NICE, cores_of_machines, processor_name
 from bench.pipeline.samples import measure
 from bench.pipeline.variants import AUTO as OF_DRAFT
 from bench.pipeline.variants import OFF, RULES_DEFAULT
 from bench.poor_drafts import write_always_wrong
-from bench.processes import set_priority
+from bench.results import Ratio, ratio_of
 from bench.streams import block_of, run_streams
 from specdec.config import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
 from specdec.errors import SpecdecError
 from specdec.launch.children import Child, start
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import DRAFT_MODEL, heldout_prompts
+from tests.support.network.machines import LOOPBACK, Machine
+from tests.support.processes import set_priority
 
 AUTO = replace(OF_DRAFT, proposers=())  # the service's own: requests that name some measure no draft model
 OF_GOOD, OF_OFF = 0.97, 0.98

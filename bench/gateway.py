@@ -25,13 +25,13 @@ from typing import Any
 import tokenizers
 import torch
 
-from bench import harness
 from bench.gpu_models import TINY, plain_model
 from specdec.client.request import make_request
 from specdec.client.stream import Client
 from specdec.gateway_settings import GatewaySettings
 from specdec.launch.children import Child, start
 from specdec.settings import split_address
+from tests.support import harness
 
 PROMPT = [7, 300, 1200, 45, 9] * 40  # of 200 tokens
 TRAINING_BYTES = 40 << 20  # of text, for 150,000 tokens

@@ -24,9 +24,8 @@ from rich.table import Table
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.deepened import load
 from bench.engine.steps import BLOCK_SIZE, time_step
-from bench.pipeline.measurements import Ratio, ratio_of
 from bench.proposers.steps import verification
-from bench.unpacked import write_unpacked
+from bench.results import Ratio, ratio_of
 from specdec.distill.eagle import head_sizes
 from specdec.engine.eagle.folder import load_eagle, target_facts
 from specdec.engine.eagle.model import EagleTarget
@@ -36,6 +35,7 @@ from specdec.engine.loading.fitting import config_of
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.folders import CHAT_MODEL
 from specdec.target_service.feature_head import FeatureHeadDrafter
+from tests.support.unpacked import write_unpacked
 
 PASS_OVER_STEP, LOADED_OVER_PLAIN = 0.12, 1.02
 CONTEXT = 100  # cached tokens

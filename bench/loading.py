@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.harness import DRAFT_MODEL
-from bench.processes import module_command
-from bench.unpacked import write_unpacked
 from specdec.engine.loading.model import load_model
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.folders import CHAT_MODEL
+from tests.support.harness import DRAFT_MODEL
+from tests.support.processes import module_command
+from tests.support.unpacked import write_unpacked
 
 OVER_FINAL = 1.15
 PAUSE_S = 0.001

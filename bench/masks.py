@@ -26,10 +26,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import harness
 from bench.bars import Bar, add_check_flag, conclude
 from bench.gpu_models import Shape, plain_model
-from bench.pipeline.measurements import Ratio, ratio_of
+from bench.results import Ratio, ratio_of
 from specdec.client.request import Request, make_request
 from specdec.client.stream import Client
 from specdec.folders import EMBEDDED_MODELS
@@ -37,6 +36,7 @@ from specdec.grammar.compiler import Compiled, Compiler
 from specdec.grammar.matcher import PathMatcher
 from specdec.protocol.grammar import Grammar
 from specdec.tokenizer_file import whole_tokenizer
+from tests.support import harness
 
 ROWS = 8
 P50_MS, P90_MS, NEW_SCHEMA_MS = 1.0, 4.0, 20.0

@@ -28,16 +28,17 @@ from rich.table import Table
 from bench.bare_server import BareServer, bare_server, echo_ms, read_replayed
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.harness import TARGET_MODEL, heldout_prompts, running
-from bench.pipeline.measurements import Ratio, measurements_of, ratio_of
+from bench.pipeline.measurements import measurements_of
 from bench.pipeline.placement import Placed, placed, processor_name
 from bench.pipeline.samples import Sample, measure
 from bench.pipeline.variants import AUTO, CHAIN, NUCLEUS, OFF, RULES_DEFAULT, TREE, Variant, synchronous
-from bench.processes import cpu_seconds
+from bench.results import Ratio, ratio_of
 from bench.rounds import table_models
 from bench.streams import PROMPT_CHARACTERS, Block, Stream, median_block, run_block
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import TARGET_MODEL, heldout_prompts, running
+from tests.support.processes import cpu_seconds
 
 GREEDY = RULES_DEFAULT[0]
 ROUND_VARIANTS = (OFF, synchronous(4), CHAIN, TREE, AUTO)

@@ -24,19 +24,19 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude
-from bench.harness import DRAFT_MODEL
-from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.placement import Placed, description, placed
 from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of, synchronous
 from bench.prompts import Prompt
 from bench.proposers.chat import template_ids
 from bench.proposers.texts import Found, Text, generate, per_second, whole_per_second
+from bench.results import Ratio, ratio_of
 from bench.step.encoder_decoder import StackSteps, measure_stacks, stack_table
 from specdec.chat.template import ChatTemplate
 from specdec.distill.written import prompts_of
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
+from tests.support.harness import DRAFT_MODEL
 
 AUTO = Variant("auto", None, proposers=())  # no names: all that the service has
 WITH_HEAD = Variant("auto", None, proposers=("heads", "ngram", "suffix", "grammar"))  # the draft service is idle then

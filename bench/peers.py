@@ -31,13 +31,13 @@ from bench.assisted import Assistance, Assisted
 from bench.bars import Bar, add_check_flag, as_json, conclude
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
 from bench.engine_alone import EngineAlone
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
-from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.placement import Placed, description, placed
 from bench.pipeline.samples import measure
 from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, rule_of
+from bench.results import Ratio, ratio_of
 from specdec.errors import SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 
 QUICK = {"prompts": 6, "tuning_prompts": 1, "tuning_tokens": 24, "max_tokens": 48}
 TUNING_FIRST_ID = 150  # prompts from here on are for finding settings, never for measurements

@@ -1,4 +1,4 @@
-"""Odd requests before ordinary ones, in a simulated service (bench/simulation.py).
+"""Odd requests before ordinary ones, in a simulated service (tests/support/simulation.py).
 
 Requests that are cancelled, whose text has one token, whose rows slow every step, that the draft refuses, whose draft
 tokens are always wrong or always right, that come by the dozen or with long prompts or stall a step, while draft and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from bench.simulation import Text, World
+from tests.support.simulation import Text, World
 
 KINDS = (
     *("cancels", "one token", "penalties", "refused", "wrong", "right", "flood", "prompts"),

@@ -4,7 +4,7 @@ Four kinds of cells. Where the draft is of no use, or ceases to be, the policy m
 the change on. Where speculation pays it must reach 0.97 of the best fixed plan, that plan chosen on other seeds. A
 minute after odd requests (bench/policy_bursts.py) it must be near that plan whatever they taught. The first text of a
 service with a feature head must be near off if the head is useless, else near the best plan. Steps jitter and now and
-then pause; no models, no services, no real clock: bench/simulation.py.
+then pause; no models, no services, no real clock: tests/support/simulation.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from bench.policy_tables import (
     bars_of,
     table_of,
 )
-from bench.simulation import FixedService, Simulation, Text, World, best_plan
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.discovery import Member
 from specdec.coordinator.fleet import Fleet
@@ -49,6 +48,7 @@ from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.policy import Policy
 from specdec.protocol.request import GenerationRequest, SamplingParams
 from specdec.protocol.types import Description, Rule
+from tests.support.simulation import FixedService, Simulation, Text, World, best_plan
 
 TARGET_S, LENGTH_CAP = 0.018, 16
 FIRST_TOKENS, FIRST_RUNS = 64, 8  # of a first text; runs of such a cell for each seed

@@ -13,41 +13,36 @@ import json
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from bench.bars import add_check_flag, as_json, conclude
-from bench.concurrency import ratio_in_turns
-from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.harness import DRAFT_MODEL, heldout_prompts
-from bench.pipeline.bars import never_slower
-from bench.pipeline.measurements import Ratio
-from bench.pipeline.placement import Placed, description, placed
+from bench.bars import Bar
+from bench.deepened import write_deepened
+from bench.pipeline.bars import OF_OFF, never_slower
+from bench.pipeline.placement import Placed, placed
 from bench.pipeline.samples import TIMEOUT_S, measure
-from bench.pipeline.variants import AUTO, RULES_DEFAULT, Variant, request_of
+from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, request_of
+from bench.results import Cell, Results, Table
+from bench.runner import Contender, Prepared, Values, main
 from bench.streams import ADAPTED_S, rate_between
 from specdec.client.run import Run
 from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
-from specdec.errors import SpecdecError
 from specdec.launch.children import Child
 from specdec.v1 import coordinator_service_pb2 as pb
-from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import DRAFT_MODEL, heldout_prompts
 
 Trouble = Callable[[Child, threading.Event], None]
 BEFORE_S = 0.7  # the time a text is under way before its draft changes
 AWAKE_S, ASLEEP_S = 0.002, 0.2  # one step in a hundred times as long
 RECOVERY_S = 3.0  # until a link that was given up is there again
-QUICK = {"pairs": 2, "pairs_max": 0, "max_tokens": 48}
 CHANGED_TOKENS = 400  # enough for the time that counts; more would compare steps after more tokens with off
 
 
@@ -77,13 +72,15 @@ def hundred_times_slower(draft: Child, is_over: threading.Event) -> None:
         draft.signal(signal.SIGCONT)
 
 
+RULES = (RULES_DEFAULT[0], RULES_DEFAULT[4])
+SLOW, WRONG = "as slow as its target", "always wrong"
 TROUBLES: dict[str, Trouble] = {"silent": silent, "a hundred times slower": hundred_times_slower}
 
 
-def rate_in_trouble(
-    stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest, draft: Child, trouble: Trouble
-) -> float:
+def rate_in_trouble(place: Placed, variant: Variant, request: pb.GenerateRequest, trouble: Trouble) -> float:
     """Tokens a second of a text whose draft changes while it is under way, from two seconds after the change."""
+    draft, stub = place.services.draft, place.stub_of(variant)
+    assert draft is not None
     is_over = threading.Event()
     changing = threading.Timer(BEFORE_S, trouble, (draft, is_over))
     requested_s = time.perf_counter()
@@ -98,98 +95,66 @@ def rate_in_trouble(
     return rate_between(deltas, requested_s + BEFORE_S + ADAPTED_S, deltas[-1][0])
 
 
-def cells_in_trouble(place: Placed, rule: str, asked: argparse.Namespace, done: Callable[[], None]) -> dict[str, Ratio]:
-    """Auto / off for every trouble."""
-    prompts = list(heldout_prompts().items())
-    draft = place.services.draft
-    assert draft is not None
-    found = {}
-    for name, trouble in TROUBLES.items():
+class PoorDrafts:
+    """See the module."""
 
-        def rate(variant: Variant, number: int, trouble: Trouble = trouble) -> float:
-            prompt = prompts[number % len(prompts)]
-            if variant == AUTO:  # back at what the draft is worth when it is well
-                time.sleep(RECOVERY_S)
-                measure(place.stub_of(variant), variant, rule, 0.0, prompt, asked.max_tokens)
-            request = request_of(variant, rule, prompt[1], CHANGED_TOKENS)
-            return rate_in_trouble(place.stub_of(variant), request, draft, trouble)
+    name = "poor_drafts"
+    about = "auto / off with drafts of no use, one stream, emulated machines, 1 ms to the draft"
+    turns, quick_turns, minutes = 9, 2, 12
 
-        found[f"{rule}, {name}"] = ratio_in_turns(rate, asked, done)[0]
-    return found
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--max-tokens", type=int, default=64, help="where the draft does not change (%(default)s)")
 
+    def cells(self, asked: argparse.Namespace) -> list[Cell]:
+        rules = RULES[:1] if asked.quick else RULES
+        return [{"rule": rule, "draft": draft} for draft in (SLOW, WRONG, *TROUBLES) for rule in rules]
 
-def cell_of(place: Placed, rule: str, asked: argparse.Namespace, done: Callable[[], None]) -> Ratio:
-    """Auto / off on these services, from the first request on."""
-    prompts = list(heldout_prompts().items())
+    @contextmanager
+    def prepared(self, asked: argparse.Namespace) -> Iterator[Prepared]:
+        prompts = list(heldout_prompts().items())
+        with TemporaryDirectory() as scratch, ExitStack() as running:
+            target = write_deepened(Path(scratch) / "target")
+            wrong = write_always_wrong(Path(scratch) / "wrong")
+            drafts = {SLOW: (target, "bfloat16"), WRONG: (wrong, "float32")}
 
-    def rate(variant: Variant, number: int) -> float:
-        prompt = prompts[number % len(prompts)]
-        return measure(place.stub_of(variant), variant, rule, 0.0, prompt, asked.max_tokens).tokens_per_s
+            def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
+                running.close()
+                rule, draft = str(cell["rule"]), str(cell["draft"])
+                model, dtype = drafts.get(draft, (DRAFT_MODEL, "float32"))
+                place = running.enter_context(placed(target, "bfloat16", dtype, draft_model=model))
+                place.set_rtt(1.0, 0.2)
 
-    return ratio_in_turns(rate, asked, done)[0]
+                def rate(variant: Variant, turn: int) -> Values:
+                    prompt = prompts[turn % len(prompts)]
+                    if draft not in TROUBLES:
+                        sample = measure(place.stub_of(variant), variant, rule, 0.0, prompt, asked.max_tokens)
+                        return {"tokens_per_s": sample.tokens_per_s}
+                    if variant == AUTO:  # back at what the draft is worth when it is well
+                        time.sleep(RECOVERY_S)
+                        measure(place.stub_of(variant), variant, rule, 0.0, prompt, asked.max_tokens)
+                    request = request_of(variant, rule, prompt[1], CHANGED_TOKENS)
+                    return {"tokens_per_s": rate_in_trouble(place, variant, request, TROUBLES[draft])}
 
+                return {variant.name: partial(rate, variant) for variant in (OFF, AUTO)}
 
-def cells(asked: argparse.Namespace, scratch: Path, done: Callable[[], None]) -> Iterator[tuple[dict[str, Ratio], Any]]:
-    """Every cell as it is made, and where everything ran. Raises SpecdecError."""
-    rules = [RULES_DEFAULT[number] for number in asked.rules]
-    model = write_deepened(scratch / "target", asked.extra_layers)
-    drafts = {
-        "as slow as its target": (model, asked.dtype),
-        "always wrong": (write_always_wrong(scratch / "wrong"), asked.draft_dtype),
-    }
-    for name, (draft_model, draft_dtype) in drafts.items():
-        for rule in rules:
-            with placed(model, asked.dtype, draft_dtype, draft_model=draft_model) as place:
-                place.set_rtt(asked.rtt_ms, asked.target_rtt_ms)
-                yield {f"{rule}, {name}": cell_of(place, rule, asked, done)}, description(place)
-    with placed(model, asked.dtype, asked.draft_dtype) as place:
-        place.set_rtt(asked.rtt_ms, asked.target_rtt_ms)
-        for rule in rules:
-            yield cells_in_trouble(place, rule, asked, done), description(place)
+            yield contenders
 
+    def tables(self, results: Results) -> list[Table]:
+        def shown_ratio(draft: str, rule: str) -> str:
+            ratio = results.ratio({"rule": rule, "draft": draft}, AUTO.name, OFF.name, "tokens_per_s")
+            return ratio.short(OF_OFF) if ratio else ""
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.poor_drafts", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rules", type=int, nargs="+", default=[0, 4], help="by number, as bench.pipeline lists them")
-    parser.add_argument("--rtt-ms", type=float, default=1.0, help="coordinator-draft (%(default)s)")
-    parser.add_argument("--target-rtt-ms", type=float, default=0.2, help="coordinator-target (%(default)s)")
-    parser.add_argument("--pairs", type=int, default=9, help="of off and auto in a cell (%(default)s)")
-    parser.add_argument("--pairs-max", type=int, default=60, help="where auto is below 0.98 of off (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="where the draft does not change (%(default)s)")
-    parser.add_argument("--extra-layers", type=int, default=EXTRA_LAYERS_DEFAULT, help="of the target (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="of the target (%(default)s)")
-    parser.add_argument("--draft-dtype", default="float32", help="of the draft (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="about three minutes: two pairs")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (%(default)s)")
-    add_check_flag(parser)
-    if parser.parse_known_args()[0].quick:
-        parser.set_defaults(**QUICK)
-    return parser.parse_args()
+        drafts = dict.fromkeys(str(cell["draft"]) for cell, _ in results.found)
+        rows = [[draft, *(shown_ratio(draft, rule) for rule in RULES)] for draft in drafts]
+        return [Table("auto_over_off", f"{self.about} (bar {OF_OFF})", ["draft", *RULES], rows)]
+
+    def bars(self, results: Results) -> list[Bar]:
+        found = {", ".join(map(str, cell.values())): cell for cell in results.cells()}
+        ratios = {name: results.ratio(cell, AUTO.name, OFF.name, "tokens_per_s") for name, cell in found.items()}
+        return never_slower({name: ratio for name, ratio in ratios.items() if ratio})[:1]
 
 
-def main() -> int:
-    asked = options()
-    console = Console(width=170)
-    found: dict[str, Ratio] = {}
-    hardware: list[Any] = []
-    try:
-        with tempfile.TemporaryDirectory() as scratch, Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task("measuring", total=len(asked.rules) * (2 + len(TROUBLES)) * asked.pairs)
-            for ratios, described in cells(asked, Path(scratch), lambda: bar.advance(task)):
-                hardware.append(described)
-                for name, ratio in ratios.items():
-                    console.print(f"{name}: auto/off {ratio}", highlight=False)
-                found |= ratios
-    except SpecdecError as error:
-        print(f"poor_drafts: {error}", file=sys.stderr)
-        return 1
-    bars = never_slower(found)[:1]
-    asked.out.mkdir(parents=True, exist_ok=True)
-    written = {"hardware": hardware[-1], "rtt_ms": asked.rtt_ms, "extra_layers": asked.extra_layers}
-    written |= {"cells": {name: asdict(ratio) for name, ratio in found.items()}, "bars": as_json(bars)}
-    (asked.out / "poor_drafts.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return conclude(bars, console, asked.check)
-
+BENCHMARK = PoorDrafts()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.harness import TARGET_MODEL, heldout_prompts, running
 from specdec.client.request import make_request
 from specdec.client.run import Run
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import TARGET_MODEL, heldout_prompts, running
 
 LENGTHS = (64, 100, 128, 200, 256, 300, 384, 480)  # multiples of a block, and others
 OUTPUT_COUNT = 2  # the first token is what is timed; one more shows that the text goes on

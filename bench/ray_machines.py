@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.network.machines import Machine
 from specdec.errors import ConfigError
 from specdec.launch.children import python_command
+from tests.support.network.machines import Machine
 
 PORT = 6379
 HEAD = "head"

@@ -31,14 +31,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
-from bench.network.machines import emulated
-from bench.network.namespaces import why_unusable
 from bench.ray_machines import HEAD, RayMachines
 from specdec.client.request import make_request
 from specdec.config import DraftSettings
 from specdec.launch.children import start
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
+from tests.support.network.machines import emulated
+from tests.support.network.namespaces import why_unusable
 
 LARGE, SMALL = "large", "small"
 DEPLOYMENT = {

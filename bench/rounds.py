@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.harness import heldout_prompts, running
 from specdec.client.request import make_request
 from specdec.client.run import Run
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import heldout_prompts, running
 
 RULES: dict[str, dict[str, Any]] = {
     "GREEDY, temperature 0": {"temperature": 0.0},

@@ -24,8 +24,8 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.launch.children import Child, python_command
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
 
 LARGE_NAME = "135M"
 BEYOND_S_MAX = 5.0

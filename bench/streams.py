@@ -15,12 +15,12 @@ import grpc
 
 from bench.pipeline.placement import Placed
 from bench.pipeline.variants import Variant, request_of
-from bench.processes import cpu_seconds
 from specdec.client.events import event_of
 from specdec.client.run import Run, acceptance_of
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.processes import cpu_seconds
 
 ADAPTED_S = 2.0  # after a change of load: by then a policy has adapted
 PROMPT_CHARACTERS = 200  # of a prompt: decoding is measured, not prefill

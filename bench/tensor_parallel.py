@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.harness import TARGET_MODEL
-from bench.processes import module_command
 from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.interface import CausalModel, Chunk, RaggedBatch
 from specdec.engine.loading.model import load_model
 from specdec.engine.parallel.group import Ending
 from specdec.engine.parallel.rank import ModelSource, load_leader, run_follower
 from specdec.engine.parallel.rank_config import RankPlace, listen
+from tests.support.harness import TARGET_MODEL
+from tests.support.processes import module_command
 
 SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11}  # 82 million weights
 TINY_SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1}

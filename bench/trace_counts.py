@@ -22,9 +22,6 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from bench import harness
-from bench.otlp_receiver import Receiver
-from bench.processes import module_command
 from bench.rounds import table_models
 from specdec.client.request import make_request
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
@@ -42,6 +39,9 @@ from specdec.replica.metrics import ReplicaMetrics
 from specdec.rpc.stamps import Stamps
 from specdec.telemetry.open_tracing import open_tracing
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support import harness
+from tests.support.otlp_receiver import Receiver
+from tests.support.processes import module_command
 
 TOLD_ROUND_COUNT, TRY_COUNT = 8_000, 5
 ROUND_COUNTS = (10, 100, 2000)
@@ -63,7 +63,7 @@ def variables(added: dict[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def collector() -> Iterator[str]:
     """A collector in a process of its own; yields its endpoint."""
-    command = module_command("bench.otlp_receiver")
+    command = module_command("tests.support.otlp_receiver")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -31,10 +31,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import harness
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.pipeline.measurements import Ratio, ratio_of
-from bench.processes import cpu_seconds
+from bench.results import Ratio, ratio_of
 from bench.rounds import table_models
 from bench.trace_counts import (
     POSITIONS,
@@ -47,6 +45,8 @@ from bench.trace_counts import (
 )
 from specdec.client.request import make_request
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support import harness
+from tests.support.processes import cpu_seconds
 
 OFF, ALL = "off", "100 %"
 SHARES = {OFF: 0.0, "1 %": 0.01, ALL: 1.0}  # of requests that are sampled

@@ -28,7 +28,6 @@ from rich.progress import track
 from rich.table import Table
 from transformers.generation import candidate_generator
 
-from bench.harness import DRAFT_MODEL, heldout_prompts
 from specdec.advise.agreement import Reader, own_tokens
 from specdec.advise.forecast import Estimate, resampled, share
 from specdec.advise.measuring import EVERYTHING, Text, written
@@ -38,6 +37,7 @@ from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import SpecdecError
 from specdec.folders import CHAT_MODEL
 from specdec.protocol.types import ResolvedSamplingParams, Rule
+from tests.support.harness import DRAFT_MODEL, heldout_prompts
 
 
 @contextmanager

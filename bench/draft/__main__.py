@@ -29,14 +29,14 @@ from bench.draft.alone import DraftAlone
 from bench.draft.bare import BareLoop
 from bench.draft.delivery import Delivery
 from bench.draft.reader import SPARE_TOKENS, texts_of
-from bench.harness import DRAFT_MODEL
-from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.placement import processor_name
 from bench.pipeline.variants import RULES_DEFAULT, rule_of
+from bench.results import Ratio, ratio_of
 from specdec.errors import SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.rpc.process import set_startup_objects_aside
 from specdec.telemetry.logs import configure_logs
+from tests.support.harness import DRAFT_MODEL
 
 CONTEXTS, NODE_COUNTS, SESSION_COUNTS, RULES_MEASURED = (64, 1000), (1, 2, 4, 8), (1, 8), (0, 3, 4)
 BOUNDS = {1: (1.2, 1.6), 8: (2.0, 2.5)}  # of step / bare by nodes: GREEDY and COUPLED, and REJECTION

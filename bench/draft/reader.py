@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
-from bench.harness import DRAFT_MODEL, heldout_prompts
 from specdec.protocol.items import Commit, DraftItem, Extend, Nodes, Open
 from specdec.protocol.types import ResolvedSamplingParams
+from tests.support.harness import DRAFT_MODEL, heldout_prompts
 
 WINDOW = 32
 SPARE_TOKENS = 400  # tokens of a text beyond its context, committed during the measurement

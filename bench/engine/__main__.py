@@ -36,9 +36,9 @@ from bench.engine.steps import (
     shapes_of,
 )
 from bench.engine.streams import STREAMS, StreamMeasurement, measure_streams
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.errors import SpecdecError
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
 
 MODELS = ("deepened", "target", "draft")
 QUICK = {

@@ -26,7 +26,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from bench import deepened, plot
 from bench.bars import add_check_flag, conclude
 from bench.bars import as_json as bars_as_json
-from bench.harness import heldout_prompts
 from bench.pipeline import ranks, simulated
 from bench.pipeline.bars import bars_of
 from bench.pipeline.placement import OTHERS, description, placed
@@ -34,6 +33,7 @@ from bench.pipeline.sweep import Cell, Effort, Sweep, cells
 from bench.pipeline.tables import rate_table, share_table, simulator_table, speculation_table, step_table
 from bench.pipeline.variants import AUTO, CHAIN, OFF, RULES, RULES_DEFAULT, TREE, Variant, variants_of
 from specdec.errors import SpecdecError
+from tests.support.harness import heldout_prompts
 
 RTTS_MS = (0.0, 1.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)

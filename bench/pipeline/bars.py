@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.bars import Bar, worst_of
-from bench.pipeline.measurements import Ratio, geometric_mean
 from bench.pipeline.sweep import Cell
 from bench.pipeline.variants import AUTO, OFF, TREE
+from bench.results import Ratio, geometric_mean
 
 OF_OFF, OF_BEST_FIXED = 0.98, 0.97
 

@@ -11,21 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.pipeline.samples import Sample
-
-CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """A median of ratios of pairs, and an interval that holds the true median with 95 % confidence."""
-
-    median: float
-    low: float
-    high: float
-    pair_count: int
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}] of {self.pair_count}"
+from bench.results import Ratio, ratio_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +33,6 @@ class Measurements:
     rows: float
     predicted_tokens_per_s: float
     rounds_off: float
-
-
-def ratio_of(values: Sequence[float]) -> Ratio:
-    """The median and its distribution-free interval: order statistics, by the binomial distribution of those below."""
-    ordered = sorted(values)
-    count = len(ordered)
-    rank, below = 0, 0.5**count
-    while rank < (count - 1) // 2 and below + math.comb(count, rank + 1) * 0.5**count <= (1 - CONFIDENCE) / 2:
-        rank += 1
-        below += math.comb(count, rank) * 0.5**count
-    return Ratio(statistics.median(ordered), ordered[rank], ordered[count - 1 - rank], count)
 
 
 def measurements_of(samples: Sequence[Sample]) -> Measurements:
@@ -148,7 +123,3 @@ def hazards(samples: Sequence[Sample], length_max: int) -> tuple[float, ...]:
             counts[accepted] += rounds
     reached = [sum(counts[place:]) for place in range(length_max + 1)]
     return tuple(reached[i + 1] / reached[i] for i in range(length_max) if reached[i])
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))

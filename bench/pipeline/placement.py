@@ -18,13 +18,13 @@ from typing import Any
 
 import grpc
 
-from bench.harness import DRAFT_MODEL, Services, running
-from bench.network.echo import median_rtt_ms
-from bench.network.machines import Network, emulated
 from bench.pipeline.variants import AUTO, Variant
-from bench.processes import cpu_seconds, machine_cpu_seconds, set_priority
 from specdec.launch.children import Child
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import DRAFT_MODEL, Services, running
+from tests.support.network.echo import median_rtt_ms
+from tests.support.network.machines import Network, emulated
+from tests.support.processes import cpu_seconds, machine_cpu_seconds, set_priority
 
 COORDINATOR_NICE, COORDINATOR_COUNT = -10, 2
 OTHERS = "others"

@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
 from bench.pipeline.variants import rule_of
 from specdec.advise.agreement import Reader
 from specdec.advise.measuring import EVERYTHING, Text, written
@@ -27,6 +26,7 @@ from specdec.engine.loading.model_folder import open_model_folder
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.rejection import decide
 from specdec.protocol.types import ResolvedSamplingParams, Rule
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
 
 BRANCH_COUNT = 3
 

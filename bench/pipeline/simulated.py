@@ -14,15 +14,15 @@ import torch
 
 from bench.deepened import load, step_times_ms
 from bench.draft.alone import draft_steps_ms
-from bench.harness import DRAFT_MODEL
 from bench.pipeline.measurements import by_variant, hazards
 from bench.pipeline.ranks import Ranks
 from bench.pipeline.sweep import Cell
 from bench.pipeline.variants import OFF, Variant, rule_of
-from bench.simulation import Text, World, best_plan, rate_of
 from specdec.protocol.plan import Plan
 from specdec.protocol.types import ResolvedSamplingParams
 from specdec.rpc.process import set_startup_objects_aside
+from tests.support.harness import DRAFT_MODEL
+from tests.support.simulation import Text, World, best_plan, rate_of
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 17)
 NODE_COUNTS_PER_STEP = (1, 2, 4, 8)

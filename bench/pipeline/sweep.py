@@ -10,18 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from bench.pipeline.measurements import (
-    Measurements,
-    Ratio,
-    by_variant,
-    measurements_of,
-    over_best_other,
-    paired_gain,
-    ratio_of,
-)
+from bench.pipeline.measurements import Measurements, by_variant, measurements_of, over_best_other, paired_gain
 from bench.pipeline.placement import Placed
 from bench.pipeline.samples import Sample, measure
 from bench.pipeline.variants import AUTO, OFF, Variant, is_reproducible
+from bench.results import Ratio, ratio_of
 
 RATIO_SUSPECT = 0.98
 Advance = Callable[[float], None]

@@ -19,10 +19,10 @@ from bench.bars import Bar
 from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
 from bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
 from bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
-from bench.unpacked import write_unpacked
 from specdec.chat.template import ChatTemplate
 from specdec.folders import CHAT_MODEL
 from specdec.v1 import coordinator_service_pb2 as pb
+from tests.support.unpacked import write_unpacked
 
 LOCAL = ("ngram", "suffix")
 LOCAL_AUTO = Variant("no draft", None, proposers=LOCAL)

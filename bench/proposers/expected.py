@@ -20,7 +20,6 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.bars import Bar
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from bench.pair import questions
 from models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.advise.agreement import Reader
@@ -36,6 +35,7 @@ from specdec.protocol.offer import Limits, Offer, make_offer
 from specdec.protocol.tree import ReceivedTree
 from specdec.protocol.tree_shape import children
 from specdec.protocol.types import DraftNode, DraftProbs, ResolvedSamplingParams, Rule
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 
 TEMPERATURES, SEED = (0.7, 1.0), 5
 DEPTH, SIBLINGS, CHAINS = 8, 2, (1, 2, 3, 4, 6, 8)

@@ -17,7 +17,6 @@ from rich.table import Table
 
 from bench.bars import Bar
 from bench.deepened import write_deepened
-from bench.harness import heldout_prompts
 from bench.pipeline.placement import placed
 from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
 from bench.proposers.texts import (
@@ -33,6 +32,7 @@ from bench.proposers.texts import (
 from specdec.engine.heads import load_heads, save_heads
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.folders import EMBEDDED_MODELS, read_json
+from tests.support.harness import heldout_prompts
 
 RTTS_MS = (0.0, 5.0, 20.0, 50.0)
 TARGET_RTT_MS = 0.2

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from bench.bars import Bar
 from bench.deepened import write_deepened
-from bench.harness import DRAFT_MODEL, heldout_prompts, running
 from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
 from bench.proposers.texts import Found, generate, per_second
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import DRAFT_MODEL, heldout_prompts, running
 
 EVERY = Variant("auto", None, proposers=("draft", "ngram"))
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import grpc
 
-from bench.harness import running
-from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.samples import ends_in_cycle
 from bench.pipeline.variants import OFF
+from bench.results import Ratio, ratio_of
 from specdec.advise.forecast import Estimate, resampled, share
 from specdec.client.run import Run
 from specdec.launch.children import start
 from specdec.protocol.types import TokenKind
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import running
 
 TIMEOUT_S = 600.0
 

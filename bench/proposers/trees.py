@@ -19,10 +19,8 @@ from rich.table import Table
 from bench.assisted import Assisted
 from bench.bars import Bar
 from bench.deepened import write_deepened, write_widened
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from bench.pair import questions
 from bench.pipeline import ranks
-from bench.pipeline.measurements import ratio_of
 from bench.pipeline.ranks import Ranks
 from bench.pipeline.variants import AUTO, CHAIN, OFF, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
 from bench.prompts import Prompt
@@ -39,11 +37,13 @@ from bench.proposers.texts import (
     shown,
     steps_of,
 )
-from bench.unpacked import write_unpacked
+from bench.results import ratio_of
 from models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.chat.template import ChatTemplate
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL
 from specdec.v1 import coordinator_service_pb2 as pb
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from tests.support.unpacked import write_unpacked
 
 # By rows: depths and siblings. The first of each are for drafts that are seldom right, the last one also grows.
 SHAPES = {

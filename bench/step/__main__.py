@@ -34,7 +34,6 @@ from bench.deepened import write_deepened
 from bench.draft.__main__ import Cell
 from bench.draft.__main__ import measure as measure_draft
 from bench.draft.__main__ import table_of as draft_table
-from bench.harness import DRAFT_MODEL
 from bench.pipeline.placement import processor_name
 from bench.pipeline.variants import RULES_DEFAULT
 from bench.step import results
@@ -45,12 +44,13 @@ from bench.step.parts import measure_parts
 from bench.step.picture import picture
 from bench.step.rows import Reading, measure_rows
 from bench.step.served import measure_served
-from bench.unpacked import write_unpacked
 from specdec.engine.cpu.kernels import kernels
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import SpecdecError
 from specdec.folders import CHAT_MODEL
 from specdec.telemetry.logs import configure_logs
+from tests.support.harness import DRAFT_MODEL
+from tests.support.unpacked import write_unpacked
 
 PARTS = ("rows", "served", "draft", "parts")
 MODELS = {"chat": results.CHAT, "chat-4": results.CHAT_4, "chat-8": results.CHAT_8}

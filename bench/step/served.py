@@ -18,18 +18,18 @@ from pathlib import Path
 import grpc
 from tokenizers import Tokenizer
 
-from bench.harness import heldout_prompts, running
-from bench.pipeline.measurements import Ratio, ratio_of
 from bench.pipeline.samples import TIMEOUT_S
 from bench.pipeline.variants import OFF, RULES_DEFAULT, request_of
 from bench.prompts import prose_prompts
 from bench.proposers.chat import template_ids
+from bench.results import Ratio, ratio_of
 from bench.step.llama_cpp import llama_server
 from bench.step.timing import Timed
 from specdec.chat.template import ChatTemplate
 from specdec.client.run import Run
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import heldout_prompts, running
 
 LONG_PROMPT = 1000  # tokens
 Contender = Callable[[Sequence[int], int], Timed]  # (prompt ids, tokens)

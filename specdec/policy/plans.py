@@ -1,6 +1,6 @@
 """The plans that a policy compares, and what they promise before they are measured. Pure.
 
-The forecasts are fits to simulated trees (bench/simulation.py): a tree's tokens fall with every target step by
+The forecasts are fits to simulated trees (tests/support/simulation.py): a tree's tokens fall with every target step by
 which they are late.
 """
 

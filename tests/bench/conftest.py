@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.network import namespaces
-from bench.network.machines import Network, emulated
+from tests.support.network import namespaces
+from tests.support.network.machines import Network, emulated
 
 MACHINES = {"target": (0,), "coordinator": (), "draft": ()}
 

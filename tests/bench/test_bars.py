@@ -12,7 +12,7 @@ from rich.console import Console
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.goals import bars_in
 from bench.pipeline.bars import against_fixed, never_slower
-from bench.pipeline.measurements import Ratio
+from bench.results import Ratio
 
 QUIET = Console(quiet=True)
 

@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.deepened import write_deepened, write_widened
-from bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.engine.loading.model_folder import open_model_folder
 from tests.support.engine_models import Driver
+from tests.support.harness import TARGET_MODEL, heldout_prompts
 from tests.support.threads import one_thread  # noqa: F401
 
 EXTRA_LAYERS = 6

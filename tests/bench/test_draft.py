@@ -8,9 +8,9 @@ from bench.draft.alone import draft_steps_ms
 from bench.draft.bare import BareLoop
 from bench.draft.delivery import Delivery
 from bench.draft.reader import SPARE_TOKENS, texts_of
-from bench.harness import DRAFT_MODEL
 from bench.pipeline.variants import RULES_DEFAULT, rule_of
 from specdec.protocol.types import ResolvedSamplingParams
+from tests.support.harness import DRAFT_MODEL
 from tests.support.threads import one_thread  # noqa: F401
 
 CONTEXT = 64

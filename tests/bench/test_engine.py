@@ -14,11 +14,11 @@ from bench.engine.products import ROWS as PRODUCT_ROWS
 from bench.engine.sampler import ALL_PARAMS, made_up_logits, noise_of, request_of
 from bench.engine.steps import BLOCK_SIZE, CachedTexts, Shape, StepMeasurement, shapes_of
 from bench.engine.streams import Block, StreamMeasurement, Streams, gain, measurement_of
-from bench.harness import DRAFT_MODEL
 from specdec.decoding.verification import verify
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import Driver
+from tests.support.harness import DRAFT_MODEL
 from tests.support.threads import one_thread  # noqa: F401
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness import TARGET_MODEL
 from bench.head_pass import PassMeasurement, bars_of, main
-from bench.pipeline.measurements import ratio_of
+from bench.results import ratio_of
+from tests.support.harness import TARGET_MODEL
 
 
 @pytest.mark.more

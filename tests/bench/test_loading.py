@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness import TARGET_MODEL
 from bench.loading import LoadingMeasurement, bars_of, main
+from tests.support.harness import TARGET_MODEL
 
 
 @pytest.mark.more

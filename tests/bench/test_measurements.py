@@ -7,11 +7,12 @@ from dataclasses import fields
 
 import pytest
 
-from bench.pipeline.measurements import hazards, over_best_other, paired_gain, ratio_of
+from bench.pipeline.measurements import hazards, over_best_other, paired_gain
 from bench.pipeline.samples import Sample, ends_in_cycle
 from bench.pipeline.simulated import between
 from bench.pipeline.sweep import Cell, differing_prompts
 from bench.pipeline.variants import AUTO, CHAIN, OFF, TREE, request_of, synchronous
+from bench.results import ratio_of
 from specdec.rpc.convert_generate import request_from_message
 from specdec.v1 import coordinator_service_pb2 as pb
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.network import namespaces
-from bench.network.echo import Echo, median_rtt_ms
-from bench.network.machines import Network, emulated
-from bench.network.waiting import parse_delay
-from bench.processes import ROOT
+from tests.support.network import namespaces
+from tests.support.network.echo import Echo, median_rtt_ms
+from tests.support.network.machines import Network, emulated
+from tests.support.network.waiting import parse_delay
+from tests.support.processes import ROOT
 
 RTT_ERROR_MS_MAX = 1.5
 needs_namespaces = pytest.mark.skipif(

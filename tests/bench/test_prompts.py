@@ -8,7 +8,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench import prompt_lookup
-from bench.harness import TARGET_MODEL
 from bench.prompts import (
     COPYING_KINDS,
     PROSE_KIND,
@@ -18,6 +17,7 @@ from bench.prompts import (
     prose_prompts,
 )
 from specdec.folders import CHAT_PROMPTS, heldout_prompts
+from tests.support.harness import TARGET_MODEL
 
 # Some 80 to 350 tokens of the chat model, and 10 to 40.
 COPYING_CHARACTERS, PROSE_CHARACTERS = (250, 900), (40, 120)

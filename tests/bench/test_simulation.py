@@ -10,8 +10,8 @@ import pytest
 
 from bench.policy_bursts import with_bursts
 from bench.policy_cells import of_checkout
-from bench.simulation import FixedService, Simulation, Text, World, rate_of
 from specdec.protocol.plan import OFF_PLAN, Plan
+from tests.support.simulation import FixedService, Simulation, Text, World, rate_of
 
 TARGET_S, DRAFT_S, NETWORK_S, OVERHEAD_S, TOKENS = 0.02, 0.003, 0.01, 0.001, 4000
 LENGTHS = (1, 2, 4)

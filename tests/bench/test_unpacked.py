@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.unpacked import write_unpacked
 from specdec.engine.loading.model_folder import open_model_folder
 from tests.support.gguf_models import make_tiny_gguf
+from tests.support.unpacked import write_unpacked
 
 
 def test_the_copy_has_the_packed_models_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

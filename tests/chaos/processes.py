@@ -10,11 +10,11 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bench.network.machines import Emulator
 from specdec.config import ServiceSettings, split_address
 from specdec.launch.children import start
+from tests.support.network.machines import Emulator
 
-PROXY = "bench.network.proxy"
+PROXY = "tests.support.network.proxy"
 
 
 class Restartable:

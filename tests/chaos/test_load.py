@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import harness
 from bench.bars import Bar
 from tests.chaos.__main__ import modules
 from tests.chaos.clients import prompts
 from tests.chaos.texts import Text, references_of
+from tests.support import harness
 from tests.support.pages import watched
 
 TIMED = {*"seconds ms ms, goodput, throughput CPU memory times rates steps faults round,".split()}

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bench.harness import TARGET_MODEL
 from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import CausalModel
 from specdec.engine.loading.model import load_model
 from tests.support.engine_models import Driver, random_tokens
+from tests.support.harness import TARGET_MODEL
 from tests.support.ranks import Followers
 
 LENGTH = 660

@@ -9,13 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.parallel.exchange import SLOT_BYTES, SharedExchange
 from specdec.engine.parallel.modules import add_in_rank_order
 from specdec.engine.parallel.share import LeaderModel
 from tests.support.compressed_folders import pack_folder
 from tests.support.engine_models import SEVERAL_ARCHITECTURES, Driver, random_tokens
+from tests.support.harness import TARGET_MODEL, heldout_prompts
 from tests.support.ranks import Followers
 
 LENGTH = 100

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness import TARGET_MODEL
 from tests.engine import test_row_independence as independence
 from tests.engine import test_target_trees as trees
 from tests.support.engine_models import Driver
+from tests.support.harness import TARGET_MODEL
 from tests.support.ranks import Followers
 
 MODELS = [("target", "float32", 2), ("target", "bfloat16", 2)]

@@ -10,13 +10,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.config import ServeSettings, TargetSettings
 from specdec.launch.children import Child, start
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as types_pb
 from tests.sameness.generations import TREES
 from tests.support.encoder_decoder_models import make_encoder_decoder
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from tests.support.ports import free_port
 from tests.support.services import MODELS, SHAPES, fixed, running
 

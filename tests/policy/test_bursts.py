@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from bench.policy_cells import CELLS, LENGTH_CAP, OF_BEST_LATER, TARGET_S, FleetService
-from bench.simulation import FixedService, Simulation
 from specdec.policy.goodput import Goodput
 from specdec.policy.goodput_policy import EXPLORATION_MAX_S, GoodputPolicy
 from specdec.protocol.plan import OFF_PLAN, Plan
 from tests.policy.test_policy import SPARE_TOKENS, record_of
 from tests.support.records import changed
+from tests.support.simulation import FixedService, Simulation
 
 ON_ITS_CORES = "after odd requests, on its cores"
 BEST = {  # of the world's plans, by `python -m bench.policy_cells`

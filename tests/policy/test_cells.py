@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from bench.policy_cells import CELLS, Cell, FleetService, later, mean, one, run
-from bench.simulation import FixedService, Simulation
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.goodput import BUDGET_SHARE, Goodput
 from specdec.protocol.policy import Policy
+from tests.support.simulation import FixedService, Simulation
 
 pytestmark = pytest.mark.lengthy
 

@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 
 from bench.policy_cells import TARGET_S, many, one, steps_of
-from bench.simulation import FixedService, Simulation, World
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.policy.steps import StepTimes
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.records import RoundRecord
 from tests.support.records import changed
+from tests.support.simulation import FixedService, Simulation, World
 
 FROM_S, TO_S = 1.0, 6.0
 WIDE = Plan(16, 32, 8)

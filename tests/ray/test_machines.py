@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.network.namespaces import why_unusable
+from tests.support.network.namespaces import why_unusable
 
 TIMEOUT_S = 1200
 

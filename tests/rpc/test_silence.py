@@ -16,7 +16,6 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from bench.network.machines import Emulator
 from specdec.rpc.limits import PING_OPTIONS
 from specdec.rpc.server import Context, Write
 from specdec.rpc.silence import SILENT_S
@@ -24,6 +23,7 @@ from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.chaos.processes import PROXY
 from tests.support.echo_service import VERIFY, Echo
+from tests.support.network.machines import Emulator
 
 DELAY_MS = 200  # each way: answers to pings arrive while the process that sent them is paused
 PAUSE_S, TURN_S, PAUSES = 1.3, 0.25, 2  # longer than gRPC's own limit was; less than a peer's silence may last

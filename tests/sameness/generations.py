@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from bench.harness import heldout_prompts
 from specdec.folders import tokenizer_file
+from tests.support.harness import heldout_prompts
 from tests.support.services import MODELS, SHAPES, fixed
 
 WINDOW_TOKENS_MIN = 4

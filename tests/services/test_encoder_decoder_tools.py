@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.otlp_receiver import Receiver
 from specdec.engine.heads import Heads, save_heads
 from specdec.engine.loading.model_folder import open_model_folder
 from tests.support.encoder_decoder_models import make_encoder_decoder, make_resembling
+from tests.support.otlp_receiver import Receiver
 from tests.support.pages import Watched, watched
 from tests.support.services import fixed
 from tests.support.traces import SOON, attributes, environment, trace_of

@@ -12,12 +12,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from bench.otlp_receiver import Receiver
 from specdec.config import TargetSettings
 from specdec.launch.children import start
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.chaos.fleets import Stream, wait_under_way
 from tests.services.test_grammars import COMMON, LONG, OBJECT, PROMPT, RULES, check_object
+from tests.support.otlp_receiver import Receiver
 from tests.support.pages import free_address
 from tests.support.services import MODELS, SHAPES, Client, Outcome, Services, fixed
 from tests.support.traces import attributes, trace_of, traced

@@ -9,13 +9,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.harness import running
 from specdec.config import TargetSettings
 from specdec.errors import PeerRefused
 from specdec.launch.children import arguments_of, start
 from specdec.rpc.client import call_unary, open_channel, wait_serving
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.certificates import Authority
+from tests.support.harness import running
 from tests.support.pages import free_address, read_page
 
 # The fixed policy waits for its draft tokens; the automatic one may find that models of tables are not worth it.

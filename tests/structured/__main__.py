@@ -27,9 +27,9 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, conclude
-from bench.harness import heldout_prompts
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.structured.schemas import SCHEMAS, Schema
+from tests.support.harness import heldout_prompts
 from tests.support.services import MODELS, Client, Outcome, running
 
 CLOSERS = (

@@ -20,8 +20,8 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, conclude
-from bench.harness import heldout_prompts
 from tests.structured.schemas import SCHEMAS
+from tests.support.harness import heldout_prompts
 from tests.support.services import MODELS, Client, Services, fixed, running
 from tests.support.unlawful_draft import lying
 

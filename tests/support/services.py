@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 
-from bench import harness
 from specdec.client.request import make_request
 from specdec.config import CoordinatorSettings
 from specdec.folders import EMBEDDED_MODELS
@@ -23,6 +22,7 @@ from specdec.launch.children import Child, start
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
+from tests.support import harness
 from tests.support.waiting import until
 
 MODELS = EMBEDDED_MODELS

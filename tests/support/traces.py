@@ -11,7 +11,7 @@ from typing import Any
 
 from opentelemetry.proto.trace.v1 import trace_pb2 as trace_pb
 
-from bench.otlp_receiver import Receiver
+from tests.support.otlp_receiver import Receiver
 from tests.support.services import Outcome, Services, running
 
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # ms; spans are sent as they come, so that tests need not wait

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.otlp_receiver import Receiver
 from specdec.engine.table_model import write_table_model
+from tests.support.otlp_receiver import Receiver
 from tests.support.services import Services
 from tests.support.traces import traced
 

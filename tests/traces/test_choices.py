@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.otlp_receiver import Receiver
 from specdec.protocol.report import TRACED
+from tests.support.otlp_receiver import Receiver
 from tests.support.services import Services, fixed
 from tests.support.traces import INTERNAL, SERVER, ReadTrace, attributes, trace_of
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from bench.otlp_receiver import Receiver
 from specdec.cli.trace_view import FOLD_FROM
+from tests.support.otlp_receiver import Receiver
 from tests.support.services import Outcome, Services, fixed
 from tests.support.traces import ReadTrace, trace_of
 

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.otlp_receiver import Receiver
 from specdec.traces.facts import facts_of
 from specdec.traces.reader import TraceTree, spans_of
+from tests.support.otlp_receiver import Receiver
 from tests.support.services import Client, Outcome, Services, fixed
 from tests.support.traces import CLIENT, INTERNAL, SERVER, SOON, ReadTrace, attributes, environment, trace_of, traced
 

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bench.otlp_receiver import Receiver
 from specdec.traces.facts import WAIT_MS_MIN, facts_of
 from specdec.traces.reader import TraceTree, spans_of
+from tests.support.otlp_receiver import Receiver
 from tests.support.services import running
 from tests.support.traces import SOON, ReadTrace, attributes, environment, trace_of
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from bench.network.machines import emulated
-from bench.otlp_receiver import Receiver
 from specdec.config import CoordinatorSettings
 from specdec.launch.children import start
+from tests.support.network.machines import emulated
+from tests.support.otlp_receiver import Receiver
 from tests.support.pages import Watched, watched
 from tests.support.services import MODELS, Client, Outcome, fixed
 from tests.support.traces import SOON, ReadTrace, attributes, environment, trace_of

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from bench.network.machines import Network, emulated
-from bench.otlp_receiver import Receiver
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.launch.children import Child, arguments_of, start, wait_all_ready
+from tests.support.network.machines import Network, emulated
+from tests.support.otlp_receiver import Receiver
 from tests.support.services import Client, fixed
 from tests.support.traces import CLIENT, SOON, ReadTrace, attributes, environment, trace_of
 

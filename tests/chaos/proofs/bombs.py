@@ -24,13 +24,13 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.bars import Bar
-from bench.processes import cpu_seconds
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from tests.chaos.bomb_list import REFUSALS, Bomb, all_bombs
 from tests.chaos.processes import peak_of
 from tests.chaos.proofs.malformed import Witness, write_models
 from tests.support.pages import watched
+from tests.support.processes import cpu_seconds
 from tests.support.traces import environment
 
 RETURNED_AT_ONCE = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}

@@ -19,9 +19,9 @@ import grpc
 from rich.console import Console
 
 from bench.bars import Bar
-from bench.processes import cpu_seconds
 from tests.chaos.call_flood import KINDS
 from tests.support.pages import free_address
+from tests.support.processes import cpu_seconds
 from tests.support.services import MODELS, Client, Services, running
 
 FLOOD = (sys.executable, "-m", "tests.chaos.call_flood")

@@ -16,12 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import harness
 from bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from tests.chaos.clients import percentile, with_stub
 from tests.chaos.processes import descriptor_count, metric_values, thread_count
 from tests.chaos.texts import Text
+from tests.support import harness
 from tests.support.ports import free_port
 from tests.support.services import SHAPES
 

@@ -15,12 +15,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
-from bench import harness
 from bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.clients import OPTIONS, Stream, read, with_stub
 from tests.chaos.texts import Text
+from tests.support import harness
 from tests.support.services import fixed
 
 SHORT_TOKENS, LONG_TOKENS = 200, 30_000

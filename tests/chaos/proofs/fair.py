@@ -16,12 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import harness
 from bench.bars import Bar
 from specdec.config import CoordinatorSettings
 from specdec.launch.children import start
 from tests.chaos.clients import Stream, prompts, read, with_stub
 from tests.chaos.texts import Text
+from tests.support import harness
 from tests.support.services import fixed
 
 OFF = {"enabled": False}

@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Console
 
 from bench.bars import Bar, worst_of
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from tests.chaos.fleets import PATIENCE_S, Fleet, Member, Stream, fleet, wait_under_way
 from tests.chaos.processes import Restartable
 from tests.chaos.tables import COMMON, REPLICA
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from tests.support.services import Client, fixed
 from tests.support.waiting import until
 

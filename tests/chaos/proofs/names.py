@@ -24,7 +24,6 @@ from typing import Any
 from rich.console import Console
 
 from bench.bars import Bar, worst_of
-from bench.processes import cpu_seconds
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError
@@ -32,6 +31,7 @@ from specdec.launch.children import Child, start, stop_all, wait_all_ready
 from tests.chaos.tables import REPLICA, VOCABULARY_SIZE, table_texts
 from tests.chaos.texts import Readers, references_of
 from tests.support.dns_server import DnsServer, Failure, apart
+from tests.support.processes import cpu_seconds
 from tests.support.services import Client
 
 NAMES = {"targets.test": 50052, "drafts.test": 50053}

@@ -14,11 +14,11 @@ import grpc
 import torch
 from rich.console import Console
 
-from bench import harness
 from bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from tests.chaos.clients import Stream, prompts, read, with_stub
 from tests.chaos.texts import Text
+from tests.support import harness
 from tests.support.services import SHAPES
 
 VOCABULARY_SIZE = 32

@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 from rich.console import Console
 
-from bench import harness
 from bench.bars import Bar, worst_of
 from tests.chaos.clients import Stream, percentile, prompts, read, retry_after_s, with_stub
 from tests.chaos.processes import peak_of
 from tests.chaos.texts import Text
+from tests.support import harness
 from tests.support.services import fixed
 
 WIDE = fixed(16, draft_window=32, draft_nodes_per_step=8, draft_wait_ms=0)

@@ -26,7 +26,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from bench.bars import Bar, worst_of
-from bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.config import CoordinatorSettings, TargetSettings
 from specdec.engine.parallel.group import Bounds
 from specdec.errors import RANK_LOST_EXIT_CODE
@@ -34,6 +33,7 @@ from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.processes import Restartable
 from tests.chaos.tables import COMMON, REPLICA
 from tests.chaos.texts import Content, Reading, Text, open_channel, references_of
+from tests.support.harness import TARGET_MODEL, heldout_prompts
 
 PATIENCE_S = 10.0
 PROMPT_CHARACTERS = 100

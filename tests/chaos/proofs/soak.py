@@ -22,13 +22,13 @@ import grpc
 from rich.console import Console
 
 from bench.bars import Bar, worst_of
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.gauges import Series, by_name
 from tests.chaos.processes import Link, Restartable, metric_values
 from tests.chaos.texts import SPECULATIVE, Readers, Text, open_channel, references_of, send_burst
+from tests.support.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from tests.support.ports import free_port
 
 GENERATE = "/specdec.v1.CoordinatorService/Generate"

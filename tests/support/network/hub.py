@@ -1,4 +1,4 @@
-"""`python -m bench.network.hub --node NAME=IP --delay A:B=MS ...`: machines joined by a network with a delay per pair.
+"""`python -m tests.support.network.hub --node NAME=IP --delay A:B=MS ...`: machines joined by a network that delays.
 
 Each machine is a network namespace; every packet between two of them passes through this process, which holds it for
 the one-way delay of the pair. READY is printed when all stand, after one line per machine saying how to run a command
@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 
-from bench.network import namespaces
-from bench.network.namespaces import Tun
-from bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
+from tests.support.network import namespaces
+from tests.support.network.namespaces import Tun
+from tests.support.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
 
 MTU_DEFAULT = 1500
 PACKET_COUNT_MAX = 64  # read from one machine before the others get their turn
@@ -121,7 +121,9 @@ def node(text: str) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.network.hub", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.network.hub", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--node", type=node, action="append", required=True, metavar="NAME=IP", help="a machine")
     parser.add_argument("--delay", action="append", default=[], metavar="A:B=MS", help="one way, in milliseconds (0)")
     parser.add_argument("--mtu", type=int, default=MTU_DEFAULT, help="bytes of a packet (%(default)s)")

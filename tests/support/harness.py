@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.network.machines import Network
 from specdec.config import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
 from specdec.folders import EMBEDDED_MODELS
 from specdec.folders import heldout_prompts as heldout_prompts
 from specdec.launch.children import Child, start, stop_all, wait_all_ready
+from tests.support.network.machines import Network
 
 TARGET_MODEL, DRAFT_MODEL = EMBEDDED_MODELS / "target", EMBEDDED_MODELS / "draft"
 

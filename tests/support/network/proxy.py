@@ -1,4 +1,4 @@
-"""`python -m bench.network.proxy --to HOST:PORT --delay MS`: a TCP proxy that delays both ways, where there is no root.
+"""`python -m tests.support.network.proxy --to HOST:PORT --delay MS`: a TCP proxy that delays, where there is no root.
 
 Prints READY and the address it listens on. Every byte is held for the one-way delay; opening a connection takes no
 delay, unlike on a real link. A line `MS` on standard input changes the delay while it runs, `close` ends all
@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 
-from bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
+from tests.support.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
 
 READ_BYTES = 1 << 16
 UNDER_WAY_BYTES_MAX = 16 << 20  # of one direction: 100 ms at more than a gigabit, then the sender is held back
@@ -142,7 +142,9 @@ class Proxy:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.network.proxy", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.network.proxy", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--to", required=True, metavar="HOST:PORT", help="where connections go on to")
     parser.add_argument("--delay", default="0", metavar="MS", help="one way, in milliseconds (0)")
     asked = parser.parse_args()

@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 
-from bench.network.machines import Network
+from tests.support.network.machines import Network
 
 ANSWER_TIMEOUT_S = 5.0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 PREFIX = "specdec-"
 DEVICE = "eth0"
-OWNER_MODULE = "bench.network.hub"  # the command line of a process that owns namespaces names it
+OWNER_MODULE = "tests.support.network.hub"  # the command line of a process that owns namespaces names it
 NODE_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
 
 _NAMED = Path("/run/netns")

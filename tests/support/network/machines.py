@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.network import namespaces
-from bench.processes import cpu_seconds, module_command
 from specdec.errors import ConfigError
+from tests.support.network import namespaces
+from tests.support.processes import cpu_seconds, module_command
 
 LOOPBACK = "127.0.0.1"
 STOP_GRACE_S = 5.0
@@ -184,7 +184,7 @@ class ProxyNetwork:
         if (pair, address) not in self._proxies:
             delay = f"{self._delays_ms.get(pair, 0.0):.6f}"
             arguments = ["--to", address, "--delay", delay]
-            self._proxies[pair, address] = Emulator("bench.network.proxy", arguments, self._own_cores)
+            self._proxies[pair, address] = Emulator("tests.support.network.proxy", arguments, self._own_cores)
         return self._proxies[pair, address].ready.split()[1]
 
     def _pair(self, first: str, second: str) -> frozenset[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specdec.launch.children import python_command
 
-ROOT = Path(__file__).resolve().parents[1]  # of the checkout
+ROOT = Path(__file__).resolve().parents[2]  # of the checkout
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SCHEDULED_CLOCK = 2  # CPUCLOCK_SCHED of the kernel: to the nanosecond, where /proc counts ticks of 10 ms
 
