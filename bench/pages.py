@@ -1,7 +1,7 @@
 """`python -m bench.pages`: writes the tables of the pages from the committed results (`docs/results`).
 
-A table of a page stands between `<!-- table BENCHMARK/TABLE -->` and `<!-- end -->`, where only this command writes. Below
-it stand the command, the date and the machine. `--check` writes nothing and exits 1 where a page differs.
+A table of a page stands between `<!-- table BENCHMARK/TABLE -->` and `<!-- end -->`, where only this command writes.
+Below it stand the command, the date and the machine. `--check` writes nothing and exits 1 where a page differs.
 """
 
 from __future__ import annotations
