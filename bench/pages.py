@@ -28,9 +28,8 @@ def table_text(benchmark_name: str, table_name: str) -> str:
     benchmark = load(benchmark_name)
     results = last_results(benchmark)
     if results is None:
-        raise ConfigError(
-            f"docs/results/{benchmark_name}.json: python -m bench.{benchmark_name} --commit-results makes it"
-        )
+        made = f"python -m bench.{benchmark_name} --commit-results"
+        raise ConfigError(f"there is no docs/results/{benchmark_name}.json; {made} makes it")
     tables = {table.name: table for table in benchmark.tables(results)}
     if table_name not in tables:
         raise ConfigError(f"{benchmark_name} has no table {table_name!r}; it has {', '.join(tables)}")
