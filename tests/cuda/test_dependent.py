@@ -120,7 +120,7 @@ def test_captured_steps_launch_dependently_where_nothing_changes(broken: Callabl
         backend = driver.model.backend
         assert isinstance(backend, DeviceBackend) and backend._storage is not None
         assert backend.is_dependent == (broken is None) and len(lines) == bool(broken)
-        assert not any(layer[:, 2:].any() for layer in backend._storage.layers)
+        assert not any(layer[:, 2:-1].any() for layer in backend._storage.layers)  # the last is for padding
         table = driver.open(8)
         found = torch.cat([driver.feed(table, [token]).clone() for token in text])
     plain = driver_of("shallow", "bfloat16")

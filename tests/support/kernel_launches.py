@@ -117,8 +117,8 @@ def recorded(pdl: bool = False) -> Iterator[list[Launch]]:
         constants |= {"STAGES": stages, "WIDE": False, "PDL": pdl}
         launches.append(replace(launch_of(kernel, arguments, constants, warps, stages), pdl=pdl))
 
-    def record_run(kernel: Any, grid: object, *arguments: Any, **constants: Any) -> None:
-        launches.append(launch_of(kernel, arguments, constants, sampling.WARPS, TRITON_STAGES, is_fused=False))
+    def record_run(kernel: Any, grid: object, *arguments: Any, warps: int = sampling.WARPS, **constants: Any) -> None:
+        launches.append(launch_of(kernel, arguments, constants, warps, TRITON_STAGES, is_fused=False))
 
     with ExitStack() as patches:
         for module in MODULES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, Protocol
 
 import torch
@@ -41,10 +42,14 @@ class Captured(Protocol):
 
 
 class RepeatedCall:
-    """Replaces a graph without a GPU: calls the function again."""
+    """Replaces a graph without a GPU: calls the function again, with the context (dependent launch) of its making."""
 
     def __init__(self, function: Callable[[], None]):
-        self.replay = function
+        self._function = function
+        self._context = copy_context()
+
+    def replay(self) -> None:
+        self._context.run(self._function)
 
 
 def capture(function: Callable[[], None], device: torch.device, pool: Any) -> Captured:
