@@ -6,7 +6,7 @@ drafts: the target's features up to j positions before its own, and behind them 
 
 Beside the distribution a new head learns to be, with its x, the feature of the last layer, as in EAGLE (Li et al. 2024,
 arXiv 2401.15077, section 4.2). EAGLE-3 leaves that out, as it limits what a head learns from much text; with a million
-tokens it learns sooner (docs/operations.md).
+tokens it learns sooner.
 """
 
 from __future__ import annotations

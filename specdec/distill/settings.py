@@ -66,11 +66,13 @@ class DistillSettings(Settings):
     )
     loss: Literal["kl", "tv", "nla"] = setting("kl", MODEL, "kl: forward KL; tv: total variation; nla: log acceptance.")
     loss_temperatures: str = setting("1", MODEL, "Temperatures of the loss.")
-    learning_rate: float = setting(1e-3, MODEL, "Peak learning rate of AdamW.", gt=0, le=1)
+    learning_rate: float = setting(
+        1e-3, MODEL, "Peak learning rate of AdamW; with --start rather 3e-4 or 1e-4.", gt=0, le=1
+    )
     bf16: bool = setting(
         False, MODEL, "Compute products in bf16, faster where the device has them; weights stay float32."
     )
-    batch_tokens: int = setting(4096, LIMITS, "Tokens of an optimiser step.", ge=16, le=1 << 24)
+    batch_tokens: int = setting(4096, LIMITS, "Tokens of an optimiser step; 512 suit few texts.", ge=16, le=1 << 24)
     tokens: int = setting(0, LIMITS, "Tokens to train on; 0: see --minutes.", ge=0)
     minutes: float = setting(0.0, LIMITS, "Minutes to train instead, evaluation excluded; not repeatable.", ge=0)
     evaluate_tokens: int = setting(200_000, LIMITS, "Tokens between evaluations, each with a checkpoint.", ge=1)

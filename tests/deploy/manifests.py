@@ -71,6 +71,18 @@ def render(folder: Path) -> tuple[Object, ...]:
     return tuple(content for content in yaml.safe_load_all(done.stdout) if content)
 
 
+def example(file: str, folder: Path, resources: str = "") -> tuple[Object, ...]:
+    """The objects of the kustomization whose lines the comment of a component's file gives to users, rendered in an
+    empty folder; `resources`: an overlay that they are added to."""
+    lines = (KUBERNETES / "components" / file).read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line.removeprefix("#   ") for line in lines if line.startswith("#   ")) + "\n"
+    if resources:
+        text = f"resources: [specdec/deploy/kubernetes/overlays/{resources}]\n" + text
+    up = "../" * len(folder.parts) + str(KUBERNETES).lstrip("/")
+    (folder / "kustomization.yaml").write_text(text.replace("specdec/deploy/kubernetes", up), encoding="utf-8")
+    return render(folder)
+
+
 def overlay(name: str) -> tuple[Object, ...]:
     """The objects of one overlay."""
     return render(KUBERNETES / "overlays" / name)

@@ -11,8 +11,7 @@ from specdec.gateway_settings import GatewaySettings
 from specdec.settings import split_address
 from tests.deploy.compose import OWN, compose
 from tests.deploy.flows import CLIENT, MONITORING, NEIGHBOUR, OUTSIDE, PRIVATE, STRANGER, Flow, allowed, needed
-from tests.deploy.manifests import KUBERNETES, OVERLAYS, Object, of_kind, overlay, own_pods, pods, render, settings_of
-from tests.hygiene.sources import ROOT
+from tests.deploy.manifests import OVERLAYS, Object, example, of_kind, overlay, own_pods, pods, settings_of
 
 RANDOM_PORT = 40000  # any that no manifest names
 
@@ -42,15 +41,10 @@ def test_policies_allow_what_settings_name_and_nothing_else(name: str, secrets: 
 
 @pytest.mark.parametrize("name", ("cpu-demo", "mtls"))
 def test_a_cluster_s_own_monitoring_is_let_in(name: str, secrets: Path, tmp_path: Path) -> None:
-    """Claim: with the component of docs/operations.md, a Prometheus of a namespace with the label reaches the pods at
-    the metrics, they reach its collector at port 4317, and no other flow is allowed. Conclusive: the page's own lines
-    are rendered, and the flows compared as above; without the component none of these is allowed."""
-    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"  ```yaml\n(  components: .*?)  ```\n", page, re.DOTALL)
-    up = "../" * len(tmp_path.parts) + str(KUBERNETES).lstrip("/")
-    text = f"  resources: [{up}/overlays/{name}]\n" + lines.replace("specdec/deploy/kubernetes", up)
-    (tmp_path / "kustomization.yaml").write_text(text, encoding="utf-8")
-    objects = render(tmp_path)
+    """Claim: with the lines of components/own-monitoring, a Prometheus of a namespace with the label reaches the pods
+    at the metrics, they reach its collector at port 4317, and no other flow is allowed. Conclusive: the file's own
+    lines are rendered, and the flows compared as above; without the component none of these is allowed."""
+    objects = example("own-monitoring/kustomization.yaml", tmp_path, name)
     ports = ports_of(objects) + [("TCP", 4317)]
     scraping, sending = set(), set()
     for pod in pods(objects):
@@ -61,7 +55,7 @@ def test_a_cluster_s_own_monitoring_is_let_in(name: str, secrets: Path, tmp_path
             if not isinstance(settings, GatewaySettings):  # it writes no spans
                 sending.add(Flow(pod.owner, MONITORING.name, "TCP", 4317))
     is_allowed, is_needed = allowed(objects, OUTSIDE, ports), needed(objects, secrets, ports)
-    assert len(sending) == 3 and sending <= is_needed, "the page tells each service where its spans go"
+    assert len(sending) == 3 and sending <= is_needed, "the lines tell each service where its spans go"
     assert is_allowed == is_needed | scraping
     assert not (scraping | sending) & allowed(overlay(name), OUTSIDE, ports)
 

@@ -19,16 +19,15 @@ from specdec.settings import split_address
 from tests.deploy.flows import Place, scraped
 from tests.deploy.images import stages
 from tests.deploy.manifests import (
-    KUBERNETES,
     OVERLAYS,
     SERVICES,
     Pod,
+    example,
     of_kind,
     overlay,
     own_pods,
     parse,
     pods,
-    render,
     settings_of,
 )
 from tests.hygiene.sources import ROOT
@@ -219,15 +218,10 @@ def test_targets_and_drafts_are_scaled_by_their_load() -> None:
     assert metric == {"type": "Resource", "resource": {"name": "cpu", "target": target}}
 
 
-def test_a_group_of_nodes_is_scaled_as_the_page_has_it(tmp_path: Path) -> None:
-    """Claim: with the lines of docs/operations.md the component scales targets of several nodes: the LeaderWorkerSet,
-    which then has no number of its own. Conclusive: the page's own lines are rendered."""
-    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"  ```yaml\n(  resources: \[\S+multi-node\].*?)  ```\n", page, re.DOTALL)
-    up = "../" * len(tmp_path.parts) + str(KUBERNETES).lstrip("/")
-    text = lines.replace("specdec/deploy/kubernetes", up)
-    (tmp_path / "kustomization.yaml").write_text(text, encoding="utf-8")
-    objects = render(tmp_path)
+def test_a_group_of_nodes_is_scaled_as_the_component_says(tmp_path: Path) -> None:
+    """Claim: with the lines of components/autoscaling it scales targets of several nodes: the LeaderWorkerSet, which
+    then has no number of its own. Conclusive: the file's own lines are rendered."""
+    objects = example("autoscaling/target.yaml", tmp_path)
     scaled = {one["spec"]["scaleTargetRef"]["kind"] for one in of_kind(objects, "ScaledObject")}
     (ranks,) = of_kind(objects, "LeaderWorkerSet")
     assert scaled == {"LeaderWorkerSet", "Deployment"} and "replicas" not in ranks["spec"]
