@@ -1,8 +1,8 @@
 """Every field of a request, and what becomes of it: honoured, metadata that changes nothing, or refused.
 
-This is the one table: openapi.json has its words; the request models and docs/http.md are tested against it. A refused field may
-have a value that asks for nothing (`neutral`), which clients send; absent and null always ask for nothing. Nothing else
-is accepted and ignored.
+This is the one table: openapi.json has its words; the request models and docs/http.md are tested against it. A refused
+field may have a value that asks for nothing (`neutral`), which clients send; absent and null always ask for nothing.
+Nothing else is accepted and ignored.
 """
 
 from __future__ import annotations
