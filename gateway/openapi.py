@@ -79,8 +79,8 @@ def describe() -> dict[str, Any]:
     """Returns the description."""
     models: list[tuple[Any, Any]] = [(model, "validation") for model, _ in POSTS.values()]
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    for endpoint, model in ((CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)):
-        explain(schemas["$defs"][model.__name__], endpoint)
+    explain(schemas["$defs"][ChatRequest.__name__], CHAT)
+    explain(schemas["$defs"][CompletionRequest.__name__], COMPLETIONS)
     refused = {
         status: {
             "description": words,
