@@ -1,7 +1,7 @@
 """The metrics page of a coordinator: its statistics, its links and its capacity, under the names dashboards use.
 
 What vLLM exports too has vLLM's name, meaning and labels, so that its boards show it; all others begin with `specdec_`.
-docs/metrics.md explains each.
+docs/metrics.md names each; its help says what it is.
 """
 
 from __future__ import annotations
@@ -106,10 +106,11 @@ def pool_metrics(metrics: CoordinatorMetrics, fleet: Fleet) -> Iterator[Metric]:
     states = {(kind, state): 0.0 for kind in ("target", "draft") for state in STATES}
     for peer in fleet.peers:
         states[peer.name, peer.state] += 1
-    yield gauge("specdec_replicas", "Replicas of a pool, by their state.", states, None, "peer", "state")
-    help = "Texts that left a target for another one, or for the same one when it was back, by the cause."
+    help = "Replicas by state: up (used for new texts), ejected (for a time not), stopping, unlisted (not found), down."
+    yield gauge("specdec_replicas", help, states, None, "peer", "state")
+    help = "Texts that went on at another target: lost, refused, overdue, malformed or failed; or when it was back."
     yield counter("specdec_target_changes", help, _by(metrics.target_changes), None, "reason")
-    help = "Texts that left a draft for another one, by the cause."
+    help = "Texts that went on with another draft: lost, refused or stopped."
     yield counter("specdec_draft_changes", help, _by(metrics.draft_changes), None, "reason")
     help = (
         "Choices of a target: home, the first one by the key of the prompt; spill, another one as that had no space; "

@@ -1,8 +1,8 @@
 """Every field of a request, and what becomes of it: honoured, metadata that changes nothing, or refused.
 
-This is the one table: the request models, docs/http.md and openapi.json are tested against it. A refused field may
-have a value that asks for nothing (`neutral`), which clients send; absent and null always ask for nothing. Nothing else
-is accepted and ignored.
+This is the one table: openapi.json has its words; the request models and docs/http.md are tested against it. A refused
+field may have a value that asks for nothing (`neutral`), which clients send; absent and null always ask for nothing.
+Nothing else is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -56,19 +56,6 @@ class Field:
     meaning: str
     where: tuple[str, ...] = BOTH
     neutral: tuple[Any, ...] = ()
-
-    @property
-    def row(self) -> str:
-        """Its row in the table of docs/http.md."""
-        neutral = ", ".join(f"`{shown(value)}`" for value in self.neutral)
-        return f"| `{self.name}` | {', '.join(self.where)} | {self.fate.value} | {self.meaning} | {neutral} |"
-
-
-def shown(value: Any) -> str:
-    """Returns a value as JSON has it."""
-    import json
-
-    return json.dumps(value)
 
 
 def _honoured(name: str, meaning: str, where: tuple[str, ...] = BOTH) -> Field:

@@ -1,5 +1,5 @@
-"""The OpenAPI description of the interface, made from the request models. `python -m specdec.gateway.openapi` writes
-openapi.json beside this file, which is what `/openapi.json` answers."""
+"""The OpenAPI description of the interface, made from the request models and the table of fields.
+`python -m specdec.gateway.openapi` writes openapi.json beside this file, which is what `/openapi.json` answers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from specdec import __version__
+from specdec.gateway.fields import BY_ENDPOINT, CHAT, COMPLETIONS, Fate
 from specdec.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from specdec.gateway.strict import Strict
 
@@ -61,10 +62,25 @@ ERROR = {
 }
 
 
+def explain(schema: dict[str, Any], endpoint: str) -> None:
+    """Adds to the schema of a request what each field means, and, as `x-refused`, the fields that are refused: the
+    reason, and the values that ask for nothing and are accepted."""
+    refused = {}
+    for name, field in BY_ENDPOINT[endpoint].items():
+        if field.fate is Fate.REFUSED:
+            refused[name] = {"reason": field.meaning, "accepted": [None, *field.neutral]}
+        else:
+            schema["properties"][name]["description"] = field.meaning
+            schema["properties"][name]["x-fate"] = field.fate.value
+    schema["x-refused"] = refused
+
+
 def describe() -> dict[str, Any]:
     """Returns the description."""
     models: list[tuple[Any, Any]] = [(model, "validation") for model, _ in POSTS.values()]
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    explain(schemas["$defs"][ChatRequest.__name__], CHAT)
+    explain(schemas["$defs"][CompletionRequest.__name__], COMPLETIONS)
     refused = {
         status: {
             "description": words,

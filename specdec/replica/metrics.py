@@ -1,4 +1,4 @@
-"""The metrics of a replica and its page: steps, sessions, cache. docs/metrics.md explains each.
+"""The metrics of a replica and its page: steps, sessions, cache. docs/metrics.md names each; its help says what it is.
 
 Each has the label `replica`, target or draft, so that one dashboard can show both.
 """

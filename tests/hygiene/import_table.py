@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tests.hygiene.sources import LINKED
 
-TOOLS = ("bench", "models")
+TOOLS = ("bench", "models", "examples")
 PROJECT = ("specdec", *LINKED, *TOOLS, "tests")
 MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 NETWORK_LIBRARIES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")

@@ -13,7 +13,16 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT_FOLDERS = ("specdec", "draft_service", "target_service", "coordinator", "gateway", "models", "bench")
+PRODUCT_FOLDERS = (
+    "specdec",
+    "draft_service",
+    "target_service",
+    "coordinator",
+    "gateway",
+    "models",
+    "bench",
+    "examples",
+)
 GENERATED = "specdec/v1/"
 LINKED = ("draft_service", "target_service", "coordinator", "gateway")  # imported through links in specdec/
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef

@@ -108,7 +108,14 @@ def test_what_is_printed_is_text() -> None:
     """Claim: commands and services print through `specdec.terminal`, which shows control characters. Conclusive for
     calls by name. Tools of developers print their own numbers; the watch, the renderer and the command that compiles
     kernels print in processes of their own, without the package or to no terminal."""
-    own = ("specdec/terminal.py", "specdec/process_watch.py", "specdec/chat/renderer.py", "bench/", "models/")
+    own = (
+        "specdec/terminal.py",
+        "specdec/process_watch.py",
+        "specdec/chat/renderer.py",
+        "bench/",
+        "models/",
+        "examples/",
+    )
     own += ("specdec/engine/cpu/compile_kernels.py",)
     problems = [
         f"{module.at(node)}: {what}"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.hygiene.sources import ROOT
-from tests.support.pages import Watched
+from tests.support.pages import Watched, read_text
 
 FOLDER = ROOT / "deploy" / "monitoring"
 DOCS = ROOT / "docs" / "metrics.md"
@@ -67,21 +67,24 @@ def test_rules_and_dashboard_name_only_what_is_exported(services: Watched):
 
 
 def test_the_docs_list_exactly_what_is_exported(services: Watched):
-    """Claim: docs/metrics.md explains every metric a service exports, and none that does not exist; likewise every
-    alarm of the rules has its line."""
+    """Claim: docs/metrics.md names every metric a service exports, and none that does not exist, and each has a help,
+    which explains it."""
     text = DOCS.read_text(encoding="utf-8")
     listed = set(IN_DOCS.findall("\n".join(line for line in text.splitlines() if line.startswith("|"))))
     there = {
         name.removesuffix(next((end for end in SUFFIXES if name.endswith(end)), "")) for name in exported(services)
     }
     assert sorted(listed ^ there) == []
-    alarms = set(re.findall(r"^\| `(Specdec\w+)` \|", text, re.MULTILINE))
-    assert alarms == {rule["alert"] for rule in rules()}
+    for address in services.addresses.values():
+        types, helps = (
+            re.findall(rf"^# {word} (\S+) \S", read_text(address), re.MULTILINE) for word in ("TYPE", "HELP")
+        )
+        assert sorted(types) == sorted(helps) != []
 
 
 def test_alarms_say_what_they_are_for():
-    """Claim: each alarm has a severity people sort by, a summary and a description, and is unit-tested: once where it
-    fires, with its text, and once where it is silent."""
+    """Claim: each alarm has a severity people sort by, a summary, a description and a remedy, and is unit-tested: once
+    where it fires, with its text, and once where it is silent."""
     tests = [
         test
         for group in yaml.safe_load((FOLDER / "rules_test.yaml").read_text())["tests"]
@@ -91,7 +94,7 @@ def test_alarms_say_what_they_are_for():
     silent = {test["alertname"] for test in tests if not test.get("exp_alerts")}
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert {"summary", "description"} == rule["annotations"].keys()
+        assert {"summary", "description", "remedy"} == rule["annotations"].keys()
         assert rule["alert"] in fires & silent, rule["alert"]
 
 
