@@ -3,6 +3,7 @@ picture."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from rich.table import Table
 from specdec.client.load import OFF, ON
 from specdec.client.ratios import PAIR_COUNT_MIN, Ratio
 from specdec.client.serving_metrics import metrics_of, ratios_in_turns, same_texts
-from specdec.terminal import make_console
+from specdec.terminal import make_console, print_text
 
 if TYPE_CHECKING:
     from specdec.cli.bench import BenchSettings, Measured
@@ -46,8 +47,8 @@ SECTIONS = (
 TITLES = (
     "",
     "Time to first token (TTFT)",
-    "Time per output token, excl. first (TPOT)",
-    "Inter-token latency, between messages (ITL)",
+    "Time per output token (TPOT)",
+    "Inter-token latency (ITL)",
     "End-to-end latency (E2EL)",
     "Speculative decoding",
 )
@@ -113,11 +114,11 @@ def print_report(report: Mapping[str, Any], is_cut_short: bool) -> None:
         console.print(table_of(cell))
         same, count = cell["same_texts"]
         if count:
-            console.print(f"{same} of {count} texts had the same tokens with speculation and without.")
+            print_text(f"{same} of {count} texts had the same tokens with speculation and without.\n")
     if is_cut_short:
-        console.print("Interrupted: this is what was measured by then.")
+        print_text("Interrupted: this is what was measured by then.")
     if report["sentence"]:
-        console.print(report["sentence"])
+        print_text(report["sentence"])
 
 
 def load_of(cell: Mapping[str, Any]) -> str:
@@ -161,27 +162,31 @@ def interval_name(ratios: Mapping[str, Mapping[str, Any]]) -> str:
 
 def sentence_of(report: Mapping[str, Any]) -> str:
     """Returns whether speculation pays, in one sentence; "" if only one way was measured. It pays where the interval of
-    output tokens a second is above 1, or where requests arrive at a rate, that of end-to-end latency below 1."""
-    by_verdict: dict[str, list[str]] = {}
+    output tokens a second is above 1 or, where requests arrive at a rate, that of end-to-end latency is below 1."""
+    loads: dict[str, list[str]] = {}
     counts, measure = set(), ""
     for cell in report["cells"]:
         at_rate = cell["request_rate"] != "inf"
         own = cell["ratios"].get("mean_e2el_ms" if at_rate else "output_throughput")
-        if own is None:
-            continue
-        measure = "a request's time" if at_rate else "output tokens a second"
-        ratio = Ratio(**own)
-        is_more, is_less = ratio.low > 1, ratio.high < 1
-        pays, costs = (is_less, is_more) if at_rate else (is_more, is_less)
-        verdict = "pays" if pays else "costs time" if costs else "makes no difference that can be told"
-        by_verdict.setdefault(verdict, []).append(f"{ratio.short()} with {load_of(cell)}")
-        counts.add(ratio.pair_count)
-    if not by_verdict:
+        if own is not None:
+            ratio = Ratio(**own)
+            loads.setdefault(verdict_of(ratio, at_rate), []).append(f"{load_of(cell)} ({ratio.short()})")
+            counts.add(ratio.pair_count)
+            measure = "end-to-end latency" if at_rate else "output tokens a second"
+    if not loads:
         return ""
-    parts = "; it ".join(f"{verdict}: {', '.join(loads)}" for verdict, loads in by_verdict.items())
+    parts = ", and ".join(f"{verdict} with {'; with '.join(own)}" for verdict, own in loads.items())
     turns = " to ".join(map(str, sorted({min(counts), max(counts)})))
     kind = "95 % interval" if min(counts) >= PAIR_COUNT_MIN else "the least and the most"
-    return f"Speculation here {parts} ({measure}, on / off, {kind} of {turns} turns)."
+    return f"Speculation {parts}: {measure}, on / off, {kind} of {turns} turns."
+
+
+def verdict_of(ratio: Ratio, is_time: bool) -> str:
+    """Returns what an interval of on / off says; `is_time`: less is better."""
+    if ratio.pair_count < PAIR_COUNT_MIN:
+        return f"cannot be judged by fewer than {PAIR_COUNT_MIN} turns"
+    above, below = (ratio.high < 1, ratio.low > 1) if is_time else (ratio.low > 1, ratio.high < 1)
+    return "pays" if above else "costs time" if below else "makes no difference that can be told"
 
 
 def draw(report: Mapping[str, Any], file: Path) -> None:
@@ -201,12 +206,12 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
             for depth, name in enumerate(reversed(names)):
                 heights = [cell["ways"][way].get(name, 0.0) for cell in cells]
                 is_main = depth == len(names) - 1
-                label = f"speculation {NAMES[way]}" if is_main else None
+                label = f"speculation {NAMES[way]}" if is_main and axis is axes[0] else None
                 axis.bar(at, heights, width * 0.92, color=COLORS[way], alpha=1.0 if is_main else 0.3, label=label)
         axis.set_title(title, fontsize=10)
         axis.set_xticks(range(len(cells)), [load_of(cell) for cell in cells])
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
-    figure.suptitle(report["sentence"], fontsize=9, wrap=True)
+    figure.legend(loc="outside lower center", ncols=len(ways), frameon=False)
+    figure.suptitle(textwrap.fill(report["sentence"], 150), fontsize=9)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
