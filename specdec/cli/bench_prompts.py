@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.cli.chat import template_of
 from specdec.errors import ConfigError
-from specdec.folders import CHAT_MODEL, heldout_prompts, shown
+from specdec.folders import heldout_prompts, shown
 
 Prompt = str | tuple[int, ...]  # a text, or its token ids
 BYTES_MAX = 256 << 20  # a million prompts of a page
@@ -16,8 +16,8 @@ JSONL_SUFFIX = ".jsonl"
 
 
 def read_prompts(file: Path | None, model: str) -> list[Prompt]:
-    """Returns the prompts of a file, by default those shipped, on which the embedded pair was not trained; chats as the
-    template of `model` writes them, "": that of the chat model. Raises ConfigError, which names the line."""
+    """Returns the prompts of a file, by default those shipped, on which the embedded pair was not trained; messages as
+    the chat template of `model` writes them. Raises ConfigError, which names the line."""
     if file is None:
         return list(heldout_prompts().values())
     try:
@@ -38,7 +38,9 @@ def read_prompts(file: Path | None, model: str) -> list[Prompt]:
     entries = [_entry(f"--prompts {file}, line {number}", line) for number, line in lines]
     if all(isinstance(entry, str) for entry in entries):
         return entries
-    _, template = template_of(model or CHAT_MODEL)
+    if not model:
+        raise ConfigError(f"--prompts {file} has messages: give --model, whose chat template writes them")
+    _, template = template_of(model)
     return [entry if isinstance(entry, str) else template.encode(entry) for entry in entries]
 
 

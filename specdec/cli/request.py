@@ -76,7 +76,14 @@ def flag(field: Any) -> tuple[Any, Any]:
 
 
 if TYPE_CHECKING:
-    WireSettings = ClientSettings
+
+    class WireSettings(ClientSettings):
+        """Those of its fields that are named in code."""
+
+        seed: int | None = None
+        n: int | None = None
+        speculative: bool | None = None
+        policy: str | None = None
 else:
     flags = {FLAG_NAMES.get(name, name): flag(own) for name, own in FIELDS.items() if name not in WITHOUT_FLAG}
     WireSettings = create_model("WireSettings", __base__=ClientSettings, **flags)
