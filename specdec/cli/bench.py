@@ -126,8 +126,8 @@ class Measured:
 
 
 def bench(settings: BenchSettings) -> int:
-    """Runs the command; returns the exit code. Raises SpecdecError; KeyboardInterrupt after the tables of what was
-    measured by then."""
+    """Runs the command; returns 1 if every request failed. Raises SpecdecError; KeyboardInterrupt after the tables of
+    what was measured by then."""
     from specdec.cli import bench_view
     from specdec.cli.bench_prompts import read_prompts
 
@@ -147,13 +147,13 @@ def bench(settings: BenchSettings) -> int:
         report = bench_view.report_of(settings, cells)
         bench_view.print_report(report, interruption is not None)
         write_outputs(settings, began_s, report, cells)
-        for failure in [answer.failure for cell in cells for block in cell.blocks for answer in block.answers]:
-            if failure is not None:
-                warn(f"a request failed: {failure}")
-                break
+    failures = [answer.failure for cell in cells for block in cell.blocks for answer in block.answers]
+    reason = next((failure for failure in failures if failure is not None), None)
+    if reason is not None:
+        warn(f"{len(failures) - failures.count(None)} of {len(failures)} requests failed, the first one: {reason}")
     if interruption is not None:
         raise interruption
-    return 0
+    return int(None not in failures)
 
 
 def check_outputs(settings: BenchSettings) -> None:

@@ -175,7 +175,7 @@ def sentence_of(report: Mapping[str, Any]) -> str:
             measure = "end-to-end latency" if at_rate else "output tokens a second"
     if not loads:
         return ""
-    parts = ", and ".join(f"{verdict} with {'; with '.join(own)}" for verdict, own in loads.items())
+    parts = "; it ".join(f"{verdict} with {' and with '.join(own)}" for verdict, own in loads.items())
     turns = " to ".join(map(str, sorted({min(counts), max(counts)})))
     kind = "95 % interval" if min(counts) >= PAIR_COUNT_MIN else "the least and the most"
     return f"Speculation {parts}: {measure}, on / off, {kind} of {turns} turns."

@@ -30,7 +30,6 @@ from tests.support.harness import running
 TURNS, TOKENS, LOADS = 6, 16, (1, 3)
 COMMAND = [sys.executable, "-m", "specdec.cli", "bench"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "120"}
-NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
@@ -61,7 +60,8 @@ class Outcome:
 
 def tables_of(printed: str) -> dict[str, list[str]]:
     """The cells of a table's lines, by the first."""
-    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in printed.splitlines() if "│" in line]
+    lines = [line.strip()[1:-1] for line in printed.splitlines() if "│" in line]
+    rows = [[cell.strip() for cell in line.split("│")] for line in lines]
     return {row[0]: row[1:] for row in rows if len(row) > 1}
 
 
@@ -172,7 +172,11 @@ def test_a_failed_request_is_counted_and_told(address: str, tmp_path: Path) -> N
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     told = ("--prompts", str(prompts), "--num-prompts", "3", "--turns", "3", "--max-tokens", "4")
     done = bench("--address", address, *told, "--json", str(file))
-    assert done.returncode == 0 and done.stderr.count("\n") == 1 and "a request failed: " in done.stderr
+    assert (
+        done.returncode == 0
+        and done.stderr.count("\n") == 1
+        and "2 of 6 requests failed, the first one: " in done.stderr
+    )
     (cell,) = json.loads(file.read_text())["cells"]
     for own in cell["ways"].values():
         assert (own["completed"], own["failed"]) == (2, 1)
@@ -304,13 +308,13 @@ def test_the_sentence_says_whether_it_pays() -> None:
     the other way round by latency; an interval around 1, or fewer than 6 turns, has no verdict."""
     cells = [cell_of(1, 1.25, 1.75), cell_of(8, 1.0, 1.5), cell_of(32, 0.5, 0.9), cell_of(64, 1.1, 1.3)]
     assert sentence_of({"cells": cells}) == (
-        "Speculation pays with 1 at once (1.50 [1.25, 1.75]); with 64 at once (1.20 [1.10, 1.30]), and makes no "
-        "difference that can be told with 8 at once (1.25 [1.00, 1.50]), and costs time with 32 at once (0.70 [0.50, "
+        "Speculation pays with 1 at once (1.50 [1.25, 1.75]) and with 64 at once (1.20 [1.10, 1.30]); it makes no "
+        "difference that can be told with 8 at once (1.25 [1.00, 1.50]); it costs time with 32 at once (0.70 [0.50, "
         "0.90]): output tokens a second, on / off, 95 % interval of 12 turns."
     )
     at_rate = [cell_of(0, 0.5, 0.75, rate=2.5), cell_of(4, 1.5, 2.0, 9, rate=2.5)]
     assert sentence_of({"cells": at_rate}) == (
-        "Speculation pays with 2.5 requests a second (0.62 [0.50, 0.75]), and costs time with 4 at once, 2.5 requests "
+        "Speculation pays with 2.5 requests a second (0.62 [0.50, 0.75]); it costs time with 4 at once, 2.5 requests "
         "a second (1.75 [1.50, 2.00]): end-to-end latency, on / off, 95 % interval of 9 to 12 turns."
     )
     few = sentence_of({"cells": [cell_of(1, 1.25, 1.75, 5)]})
