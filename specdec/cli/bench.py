@@ -240,7 +240,7 @@ async def measure(plan: Plan, cells: list[Measured], show: Callable[[str, int], 
         requests = plan.requests(cell.concurrency, block.way, block.turn, first, count)
         name = "warms up" if block.turn == 0 else f"turn {block.turn}"
         load = f"{cell.concurrency} at once, " if cell.concurrency else ""
-        show(f"{load}speculation {block.way}, {name}", 0)
+        show(f"{load}{block.way}, {name}", 0)
         await run_block(client, block, requests, due_s, cell.concurrency, settings.timeout_s, lambda: show("", 1))
 
     async with Client(settings.address, settings, resume_s=0.0) as client:
