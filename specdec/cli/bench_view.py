@@ -78,8 +78,9 @@ def progress(request_count: int) -> Iterator[Callable[[str, int], None]]:
         TimeRemainingColumn,
     )
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, refresh_per_second=4) as bar:
+    columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()
+    left = TextColumn("left"), TimeRemainingColumn()
+    with Progress(*columns, *left, console=console, transient=True, refresh_per_second=4) as bar:
         task = bar.add_task("", total=request_count)
 
         def show(description: str, count: int) -> None:
