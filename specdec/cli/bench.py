@@ -13,7 +13,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,7 +30,7 @@ from specdec.streams import warn
 
 if TYPE_CHECKING:
     from specdec.cli.bench_prompts import Prompt
-    from specdec.client.load import Block
+    from specdec.client.load import Block, Measured
     from specdec.client.stream import Client
 
 TURNS = 12  # of which the interval of the median leaves out the two extremes on each side
@@ -117,14 +116,6 @@ class BenchSettings(TextSettings):
         return self.concurrency or ((1,) if self.rate == float("inf") else (0,))
 
 
-@dataclass(slots=True)
-class Measured:
-    """One concurrency (0: no limit), and its blocks so far, without those that warm up."""
-
-    concurrency: int
-    blocks: list[Block] = field(default_factory=list)
-
-
 def bench(settings: BenchSettings) -> int:
     """Runs the command; returns 1 if every request failed. Raises SpecdecError; KeyboardInterrupt after the tables of
     what was measured by then."""
@@ -144,7 +135,7 @@ def bench(settings: BenchSettings) -> int:
         interruption = error
     cells = [cell for cell in cells if any(block.answers for block in cell.blocks)]
     if cells:
-        report = bench_view.report_of(settings, cells)
+        report = bench_view.report_of(settings.ways, settings.rate, cells)
         bench_view.print_report(report, interruption is not None)
         write_outputs(settings, began_s, report, cells)
     failures = [answer.failure for cell in cells for block in cell.blocks for answer in block.answers]
@@ -230,7 +221,7 @@ class Plan:
 async def measure(plan: Plan, cells: list[Measured], show: Callable[[str, int], None]) -> None:
     """Measures each concurrency, and adds what was measured to `cells` as it comes. Raises the first error of the
     first requests if all of them fail: then the rest would."""
-    from specdec.client.load import Block, arrivals, run_block
+    from specdec.client.load import Block, Measured, arrivals, run_block
     from specdec.client.stream import Client
 
     settings = plan.settings

@@ -8,17 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
-from specdec.client.load import OFF, ON
+from specdec.client.load import OFF, ON, Measured
 from specdec.client.ratios import PAIR_COUNT_MIN, Ratio
 from specdec.client.serving_metrics import metrics_of, ratios_in_turns, same_texts
 from specdec.terminal import make_console, print_text
-
-if TYPE_CHECKING:
-    from specdec.cli.bench import BenchSettings, Measured
 
 # Sections of a table; each line's name, its metric, and how that is written.
 SECTIONS = (
@@ -89,16 +86,16 @@ def progress(request_count: int) -> Iterator[Callable[[str, int], None]]:
         yield show
 
 
-def report_of(settings: BenchSettings, cells: Sequence[Measured]) -> dict[str, Any]:
+def report_of(ways: Sequence[str], rate: float, cells: Sequence[Measured]) -> dict[str, Any]:
     """Returns what was measured, as JSON has it: metrics by concurrency and way, ratios in turns, and the sentence."""
     found = []
     for cell in cells:
-        blocks = {way: [block for block in cell.blocks if block.way == way] for way in settings.ways}
+        blocks = {way: [block for block in cell.blocks if block.way == way] for way in ways}
         ratios = {name: asdict(ratio) for name, ratio in ratios_in_turns(cell.blocks).items()}
         found.append(
             {
                 "max_concurrency": cell.concurrency or None,
-                "request_rate": "inf" if settings.rate == float("inf") else settings.rate,
+                "request_rate": "inf" if rate == float("inf") else rate,
                 "ways": {way: metrics_of(own) for way, own in blocks.items()},
                 "ratios": ratios,
                 "same_texts": list(same_texts(cell.blocks)),
@@ -197,7 +194,8 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 4.0), layout="constrained")
+    size = (4.6 * len(PANELS), 4.0)
+    drawn, axes = pyplot.subplots(1, len(PANELS), figsize=size, layout="constrained")
     cells = report["cells"]
     ways = list(cells[0]["ways"])
     width = 0.8 / len(ways)
@@ -212,7 +210,7 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_xticks(range(len(cells)), [load_of(cell) for cell in cells])
         axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=len(ways), frameon=False)
-    figure.suptitle(textwrap.fill(report["sentence"], 150), fontsize=9)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    drawn.legend(loc="outside lower center", ncols=len(ways), frameon=False)
+    drawn.suptitle(textwrap.fill(report["sentence"], 150), fontsize=9)
+    drawn.savefig(file, dpi=150)
+    pyplot.close(drawn)

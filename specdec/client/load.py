@@ -1,4 +1,4 @@
-"""Load on a coordinator: blocks of requests, at most so many at once, that arrive at a rate or as places fall free.
+"""Load on a coordinator: blocks of requests, a limited number at once, that arrive at a rate or as places fall free.
 
 Times are the client's, by the performance counter. What they mean is `client.serving_metrics`'.
 """
@@ -46,6 +46,15 @@ class Block:
     def duration_s(self) -> float:
         """From its beginning to the last end of an answer."""
         return max((answer.ended_s for answer in self.answers), default=self.began_s) - self.began_s
+
+
+@dataclass(slots=True)
+class Measured:
+    """A load, of at most `concurrency` requests at once (0: no limit), and its blocks so far, without those that warm
+    up."""
+
+    concurrency: int
+    blocks: list[Block] = field(default_factory=list)
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
