@@ -40,10 +40,13 @@ def setting(
     missing_flag: str = "",
     metavar: str = "",
     positional: bool = False,
+    several: bool = False,
     **more: Any,
 ) -> Any:
-    """Returns a settings field; `default` is `...` if a value is required, `metavar` names the value in the help."""
+    """Returns a settings field; `default` is `...` if a value is required, `metavar` names the value in the help.
+    `several`: a list, whose flag takes all values up to the next flag."""
     extra: JsonDict = {"group": group, "missing_flag": missing_flag, "metavar": metavar, "positional": positional}
+    extra["several"] = several
     return Field(default, description=help, json_schema_extra=extra, **more)
 
 

@@ -15,13 +15,12 @@ from contextlib import aclosing
 from google.protobuf import json_format
 
 from specdec.cli.options import UsageError
-from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.request import GenerateSettings, build_request, naming_address
 from specdec.cli.rounds import table_of
 from specdec.client.events import Event, Finished, Started, Statistics, event_of, pieces_of
 from specdec.client.request import Request
 from specdec.client.run import shares_of
 from specdec.client.stream import Client
-from specdec.errors import ReplicaUnavailable
 from specdec.protocol.report import Delta
 from specdec.protocol.types import Proposer, TokenKind
 from specdec.streams import say
@@ -71,18 +70,14 @@ async def _stream(settings: GenerateSettings, request: Request) -> None:
     async with Client(settings.address, settings, settings.resume_s) as client:
         responses = client.messages(request, settings.timeout_s)
         try:
-            async with aclosing(responses):
-                async for response in responses:
-                    if settings.as_json:
-                        line = json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None)
-                        print_text(line)
-                        continue
-                    printer.take(response.choice, event_of(response))
-        except ReplicaUnavailable as error:
-            if not str(error).startswith(("ipv4:", "ipv6:")):
-                raise
-            hint = "" if settings.has_tls else ", and whether it requires TLS (--ssl-certfile …)"
-            raise ReplicaUnavailable(f"no connection to {error}; check --address{hint}") from error
+            with naming_address(settings):
+                async with aclosing(responses):
+                    async for response in responses:
+                        if settings.as_json:
+                            line = json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None)
+                            print_text(line)
+                            continue
+                        printer.take(response.choice, event_of(response))
         finally:
             printer.end()
 

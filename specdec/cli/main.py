@@ -16,6 +16,7 @@ from typing import Any
 
 from specdec import __version__, config, streams
 from specdec.advise.settings import AdviseSettings
+from specdec.cli.bench import BenchSettings
 from specdec.cli.chat import ChatSettings
 from specdec.cli.demo_texts import DemoSettings
 from specdec.cli.options import UsageError, make_parser, read_settings
@@ -78,6 +79,11 @@ COMMANDS = {
         ChatSettings,
         "specdec.cli.chat:chat",
     ),
+    "bench": Command(
+        "Measures what a coordinator serves, with speculation and without in turns, and says whether it pays.",
+        BenchSettings,
+        "specdec.cli.bench:bench",
+    ),
     "advise": Command(
         "Predicts how fast a target is with each of some drafts or heads, from one pass over its own texts.",
         AdviseSettings,
@@ -98,7 +104,6 @@ def overview() -> str:
     lines = ["usage: specdec COMMAND [FLAGS]", "", "Exact speculative decoding across machines.", "", "Commands:"]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     lines += ["  ray          Runs the services as actors of a Ray cluster: ray up, ray status, ray down."]
-    lines += ["  bench        Runs a benchmark; bench --help lists them."]
     return "\n".join([*lines, "", "specdec COMMAND --help lists the flags of a command; --version prints the version."])
 
 
@@ -111,13 +116,11 @@ def run_command(arguments: Sequence[str]) -> int:
         print_text(f"specdec {__version__}")
         return 0
     name, *rest = arguments
-    if name == "bench":
-        return _function("specdec.cli.bench:bench")(rest)
     if name == "ray":
         return _function("specdec.ray.command:ray_command")(rest)
     command = COMMANDS.get(name)
     if command is None:
-        raise UsageError(f"{name} is not a command; choose from {', '.join((*COMMANDS, 'ray', 'bench'))}")
+        raise UsageError(f"{name} is not a command; choose from {', '.join((*COMMANDS, 'ray'))}")
     parser = make_parser(name, command.summary, command.settings)
     settings = read_settings(command.settings, parser, rest, os.environ, KNOWN_FIELDS)
     return _function(command.run)(settings)

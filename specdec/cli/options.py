@@ -112,9 +112,11 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
     elif plain_type(field.annotation) is bool:
         group.add_argument(flag_of(name), dest=name, action=argparse.BooleanOptionalAction, help=help_of(field))
     else:
-        action = "append" if is_list(field) else "store"
+        how: dict[str, Any] = {"action": "append" if is_list(field) else "store"}
+        if _extra(field).get("several"):
+            how = {"action": "extend", "nargs": "+"}
         flags = [flag for flag in (flag_of(name), _extra(field).get("missing_flag")) if flag]
-        group.add_argument(*flags, dest=name, action=action, metavar=metavar_of(field), help=help_of(field))
+        group.add_argument(*flags, dest=name, **how, metavar=metavar_of(field), help=help_of(field))
 
 
 def read_settings(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,10 +11,10 @@ from pydantic import BeforeValidator, Field, create_model
 
 from specdec.client.request import FIELDS, WORDS, Request, make_request
 from specdec.config import OUTPUT, PROMPT, SAMPLING, SPECULATION, ClientSettings
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.protocol.fields import MEANINGS
 from specdec.protocol.limits import UINT32_MAX, UINT64_MAX
-from specdec.settings import CONNECTION, ProposerNames, flag_of, setting
+from specdec.settings import CONNECTION, ProposerNames, TlsSettings, flag_of, setting
 
 WITHOUT_FLAG = ("report_rounds", "report_statistics", "grammar")  # --rounds reports them; each kind has its own
 GRAMMAR_FLAGS = ("json_schema", "json_object", "regex", "choice", "lark", "allow_whitespace")
@@ -74,14 +76,36 @@ def flag(field: Any) -> tuple[Any, Any]:
 
 
 if TYPE_CHECKING:
-    WireSettings = ClientSettings
+
+    class WireSettings(ClientSettings):
+        """Those of its fields that are named in code."""
+
+        seed: int | None = None
+        n: int | None = None
+        speculative: bool | None = None
+        policy: str | None = None
 else:
     flags = {FLAG_NAMES.get(name, name): flag(own) for name, own in FIELDS.items() if name not in WITHOUT_FLAG}
     WireSettings = create_model("WireSettings", __base__=ClientSettings, **flags)
 
 
-class GenerateSettings(WireSettings):
-    """One generation, and its output format; sampling parameters and speculation have the flags of their fields."""
+class TextSettings(WireSettings):
+    """How texts are generated: sampling parameters and speculation, by the names of their fields, and grammars."""
+
+    json_schema: str | None = option(
+        SAMPLING, "The text is JSON that is valid by this JSON schema: a file, or the schema itself.", metavar="SCHEMA"
+    )
+    json_object: bool | None = option(SAMPLING, "The text is a JSON object.")
+    regex: str | None = option(SAMPLING, "The whole text matches this regular expression.")
+    choice: Texts = option(SAMPLING, "The text is one of these. May be repeated.", ())
+    lark: str | None = option(
+        SAMPLING, "The text is one of this Lark grammar: a file, or the grammar itself.", metavar="GRAMMAR"
+    )
+    allow_whitespace: bool | None = option(SAMPLING, "JSON under a grammar may have white space between its parts.")
+
+
+class GenerateSettings(TextSettings):
+    """One generation, and its output format."""
 
     prompt: str | None = option(
         PROMPT,
@@ -102,16 +126,6 @@ class GenerateSettings(WireSettings):
     )
     label: str = option(PROMPT, "Name of the request in logs.", "")
     cache_salt: str = option(PROMPT, "Only requests with the same salt share cached prefixes.", "", metavar="TEXT")
-    json_schema: str | None = option(
-        SAMPLING, "The text is JSON that is valid by this JSON schema: a file, or the schema itself.", metavar="SCHEMA"
-    )
-    json_object: bool | None = option(SAMPLING, "The text is a JSON object.")
-    regex: str | None = option(SAMPLING, "The whole text matches this regular expression.")
-    choice: Texts = option(SAMPLING, "The text is one of these. May be repeated.", ())
-    lark: str | None = option(
-        SAMPLING, "The text is one of this Lark grammar: a file, or the grammar itself.", metavar="GRAMMAR"
-    )
-    allow_whitespace: bool | None = option(SAMPLING, "JSON under a grammar may have white space between its parts.")
     prediction: Path | None = option(
         SPECULATION, "File with the text expected in the answer, such as the text to edit: guesses for verification."
     )
@@ -131,7 +145,7 @@ class GenerateSettings(WireSettings):
     timeout_s: float | None = option(OUTPUT, "Maximum seconds for the request; absent: no limit.", gt=0)
 
 
-def grammar_of(settings: GenerateSettings) -> dict[str, Any] | None:
+def grammar_of(settings: TextSettings) -> dict[str, Any] | None:
     """Returns the grammar of the flags, None without. Raises ConfigError for a file that cannot be read."""
     found = {name: own for name in GRAMMAR_FLAGS if (own := getattr(settings, name)) not in (None, ())}
     for name in ("json_schema", "lark"):
@@ -151,12 +165,31 @@ def text_or_file(name: str, value: str) -> str:
         raise ConfigError(f"{flag_of(name)} {value} cannot be read: {error}") from error
 
 
-def build_request(settings: GenerateSettings, prompt: str | None) -> Request:
-    """Returns the message; `prompt` is the text, None with --prompt-ids. Raises ConfigError for invalid values."""
+def fields_of(settings: TextSettings) -> dict[str, Any]:
+    """Returns what `make_request` takes by name, None for what is absent. Raises ConfigError for a grammar's file that
+    cannot be read."""
     given = {name: getattr(settings, FLAG_NAMES.get(name, name), None) for name in FIELDS}
-    given["report_rounds"] = settings.rounds or None
     given["proposers"] = [name for name in (given["proposers"] or "").split(",") if name]
     given["grammar"] = grammar_of(settings)
+    return given
+
+
+@contextmanager
+def naming_address(settings: TlsSettings) -> Iterator[None]:
+    """What is raised within because nothing answers at --address says so."""
+    try:
+        yield
+    except ReplicaUnavailable as error:
+        if not str(error).startswith(("ipv4:", "ipv6:")):
+            raise
+        hint = "" if settings.has_tls else ", and whether it requires TLS (--ssl-certfile …)"
+        raise ReplicaUnavailable(f"no connection to {error}; check --address{hint}") from error
+
+
+def build_request(settings: GenerateSettings, prompt: str | None) -> Request:
+    """Returns the message; `prompt` is the text, None with --prompt-ids. Raises ConfigError for invalid values."""
+    given = fields_of(settings)
+    given["report_rounds"] = settings.rounds or None
     if settings.decoder_prompt is not None and settings.decoder_prompt_ids:
         raise ConfigError("--decoder-prompt and --decoder-prompt-ids exclude each other: give one of the two")
     predicted: str | tuple[int, ...] = ()
