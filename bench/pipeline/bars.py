@@ -19,7 +19,7 @@ def never_slower(ratios: Mapping[str, Ratio]) -> list[Bar]:
 
 
 def against_fixed(ratios: Mapping[str, Ratio]) -> list[Bar]:
-    """Auto / best fixed by cell, the best chosen on other prompts: the mean over cells, and no cell's interval below."""
+    """Auto / best fixed by cell, chosen on other prompts: the mean over cells, and no cell's interval below."""
     claim = "auto / best fixed, chosen on other prompts"
     return [
         Bar(f"{claim}: geometric mean over cells", OF_BEST_FIXED, _mean(ratios), stretch=1.0),
