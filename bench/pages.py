@@ -1,7 +1,7 @@
 """`python -m bench.pages`: writes the tables of the pages from the committed results (`docs/results`).
 
-A table of a page stands between `<!-- table BENCHMARK/TABLE -->` and `<!-- end -->`; nobody writes there by hand. Below
-it stand the command, the date and the machine. `--check` writes nothing and exits 1 where a page differs.
+A table of a page stands between `<!-- table BENCHMARK/TABLE -->` and `<!-- end -->`, where only this command writes.
+Below it stand the command, the date and the machine. `--check` writes nothing and exits 1 where a page differs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ def table_text(benchmark_name: str, table_name: str) -> str:
     benchmark = load(benchmark_name)
     results = last_results(benchmark)
     if results is None:
-        raise ConfigError(
-            f"docs/results/{benchmark_name}.json: python -m bench.{benchmark_name} --commit-results makes it"
-        )
+        made = f"python -m bench.{benchmark_name} --commit-results"
+        raise ConfigError(f"there is no docs/results/{benchmark_name}.json; {made} makes it")
     tables = {table.name: table for table in benchmark.tables(results)}
     if table_name not in tables:
         raise ConfigError(f"{benchmark_name} has no table {table_name!r}; it has {', '.join(tables)}")

@@ -86,9 +86,9 @@ def options(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.N
     return asked
 
 
-def file_of(benchmark: Benchmark, folder: Path = COMMITTED) -> Path:
-    """Returns the file of a benchmark's results."""
-    return folder / f"{benchmark.name}.json"
+def file_of(benchmark: Benchmark, folder: Path | None = None) -> Path:
+    """Returns the file of a benchmark's results, by default of those that the pages show."""
+    return (folder or COMMITTED) / f"{benchmark.name}.json"
 
 
 def description_of_run(benchmark: Benchmark, arguments: Sequence[str]) -> dict[str, str | int]:
@@ -146,7 +146,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     """The command of a benchmark: returns its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     asked = options(benchmark, given)
-    written_to = file_of(benchmark, COMMITTED if asked.commit_results else asked.out)
+    written_to = file_of(benchmark, None if asked.commit_results else asked.out)
     results = Results(description_of_run(benchmark, given))
     started_s = time.monotonic()
     try:

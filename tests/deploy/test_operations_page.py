@@ -50,7 +50,7 @@ def test_links_lead_somewhere(target: str) -> None:
 
 def test_flags_and_variables_are_ours() -> None:
     """Claim: every flag and variable on the page belongs to a command of ours, or to another tool."""
-    own = {flag_of(name) for name in KNOWN_FIELDS} | OTHERS_FLAGS
+    own = {flag_of(name) for field in KNOWN_FIELDS for name in (field, f"no_{field}")} | OTHERS_FLAGS
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", TEXT)) <= own
     variables = set(re.findall(r"SPECDEC_([A-Z_]+)", TEXT)) - {"URL"}
     assert {name.lower() for name in variables} <= KNOWN_FIELDS

@@ -734,7 +734,7 @@ HEADS = (
         "requests of a step have each other's hidden states",
         StepRunner,
         "_output_of",
-        lambda real: lambda self, pieces, logits, hidden: real(self, pieces, logits, hidden[::-1]),
+        lambda real: lambda self, pieces, logits, hidden, found=None: real(self, pieces, logits, hidden[::-1], found),
     ),
 )
 

@@ -37,8 +37,9 @@ def test_kernels_can_be_imported_without_triton() -> None:
 
 # Of triton.language, what kernels use: all of it is in the wheels of 3.6.0 and of 3.7.1, with the same arguments.
 COMMON = set(
-    "arange cdiv cumsum debug_barrier dot exp float32 float64 full int32 int64 load log max maximum min minimum "
-    "num_programs program_id range rsqrt split static_range store sum uint64 where zeros".split()
+    "arange atomic_add atomic_xchg cdiv cumsum debug_barrier device_assert dot exp float32 float64 full int32 int64 "
+    "load log max maximum min minimum multiple_of num_programs pointer_type program_id range rsqrt split static_range "
+    "store sum uint64 where zeros".split()
 )
 
 
