@@ -171,9 +171,9 @@ def last_results(benchmark: Benchmark) -> Results | None:
 
 
 def load(name: str) -> Benchmark:
-    """Returns a benchmark by name; a package has it in its `__main__`."""
+    """Returns a benchmark by name; that of a package is in its `__main__`."""
     module = import_module(f"bench.{name}")
-    found: Benchmark = (
-        import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module
-    ).BENCHMARK
+    if hasattr(module, "__path__"):
+        module = import_module(f"bench.{name}.__main__")
+    found: Benchmark = module.BENCHMARK
     return found
