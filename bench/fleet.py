@@ -169,9 +169,7 @@ class Fleet:
             ratio = ratio_of(results, fleet)
             return [fleet, f"auto / {other}", ratio.short(bound) if ratio else "", f"{bound:g}"]
 
-        refused = results.notes.get("refused")
-        about = f"{self.about}; the draft of four targets refused {refused} sessions"
-        return [Table("ratios", about, ["fleet", "ratio", "measured", "bar"], [line(fleet) for fleet in OVER])]
+        return [Table("ratios", self.about, ["fleet", "ratio", "measured", "bar"], [line(fleet) for fleet in OVER])]
 
     def bars(self, results: Results) -> list[Bar]:
         found = {fleet: ratio_of(results, fleet) for fleet in OVER}

@@ -6,8 +6,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -141,9 +140,3 @@ def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) 
         rounds_off=sum(own.num_rounds_off for own in counts) / rounds,
         coordinator_us_per_token=coordinator_cpu_s / tokens * 1e6,
     )
-
-
-def median_block(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Medians over blocks of one variant."""
-    names = [name for name in asdict(blocks[0]) if name != "variant"]
-    return {name: statistics.median(getattr(block, name) for block in blocks) for name in names}
