@@ -1,7 +1,7 @@
 """Bars: the goals of a benchmark, in one form for all benchmarks, and the exit code of `--check`.
 
 A benchmark makes its bars from its measurements, shows them with `conclude` and writes `as_json` of these into its
-results, where `bench.goals` finds them.
+results, where `python -m bench --bars` finds them.
 """
 
 from __future__ import annotations

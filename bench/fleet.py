@@ -2,42 +2,38 @@
 
 Two models: a coordinator has two drafts, the first of which is always wrong, beside one that has the good draft alone;
 then the good one is killed. One draft for four targets: the draft is a model as large as they are, and they are all in
-use. Targets run on one core, coordinators, drafts and client on the other; variants in turns, `auto` on coordinators of
-its own.
+use. Targets run on one core, coordinators, drafts and client on the other; `auto` has coordinators of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import signal
 import socket
 import sys
-import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
-from rich.console import Console
-from rich.progress import Progress
 
-from bench.bars import Bar, add_check_flag, as_json, conclude
-from bench.concurrency import chosen_prompts
-from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.pipeline.placement import COORDINATOR_NICE, cores_of_machines, processor_name
+from bench.bars import Bar
+from bench.deepened import write_deepened
+from bench.pipeline.placement import COORDINATOR_NICE, cores_of_machines
 from bench.pipeline.samples import measure
 from bench.pipeline.variants import AUTO as OF_DRAFT
-from bench.pipeline.variants import OFF, RULES_DEFAULT
+from bench.pipeline.variants import OFF, RULE_NAMES
 from bench.poor_drafts import write_always_wrong
-from bench.results import Ratio, ratio_of
-from bench.streams import block_of, run_streams
+from bench.results import Cell, Ratio, Results, Table
+from bench.runner import Contender, Prepared, Values, main
+from bench.streams import block_of, chosen_prompts, run_streams
 from specdec.config import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
-from specdec.errors import SpecdecError
 from specdec.launch.children import Child, start
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.harness import DRAFT_MODEL, heldout_prompts
@@ -45,101 +41,73 @@ from tests.support.network.machines import LOOPBACK, Machine
 from tests.support.processes import set_priority
 
 AUTO = replace(OF_DRAFT, proposers=())  # the service's own: requests that name some measure no draft model
-OF_GOOD, OF_OFF = 0.97, 0.98
-TARGET_COUNT = 4
+GOOD_ALONE = "auto with the good one alone"
+TWO = "two draft models, the first always wrong"
+LOST = "the same after the good one was killed"
+SHARED = "one draft, as large as its four targets, 32 streams"
+OVER = {TWO: (GOOD_ALONE, 0.97), LOST: (OFF.name, 0.98), SHARED: (OFF.name, 0.98)}  # what auto is beside, and its bar
+RULE, TARGET_COUNT, STREAM_COUNT, MAX_TOKENS = RULE_NAMES[0], 4, 32, 96
+TEXTS, QUICK_TEXTS = 32, 8  # before the two models are compared: by then both drafts are measured
 REFUSALS = "specdec_draft_refusals_total "
-QUICK = {"pairs": 3, "texts": 16, "max_tokens": 48}
-BOTH, GOOD, NONE = "both", "good", "none"  # the drafts of a coordinator
 
 
-class Started:
-    """Services on cores of their own, stopped with `stack`."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self._cores, _ = cores_of_machines()
-
-    def __call__(self, role: str, settings: type[ServiceSettings], **values: Any) -> Child:
-        """Starts a service and returns it once it serves. Raises ConfigError."""
-        common: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
-        with Machine(role, LOOPBACK, self._cores[role], None).inside():
-            child = self._stack.enter_context(start(role, settings(**common, **values)))
-        child.wait_ready()
-        if role == "coordinator":
-            set_priority(child.process.pid, COORDINATOR_NICE)
-        return child
+def started(stack: ExitStack, role: str, settings: type[ServiceSettings], **values: Any) -> Child:
+    """Starts a service on its core, stopped with `stack`, and returns it once it serves. Raises ConfigError."""
+    common: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
+    if role != "coordinator":
+        common["threads"] = 1
+    with Machine(role, LOOPBACK, cores_of_machines()[0][role], None).inside():
+        child = stack.enter_context(start(role, settings(**common, **values)))
+    child.wait_ready()
+    if role == "coordinator":
+        set_priority(child.process.pid, COORDINATOR_NICE)
+    return child
 
 
-def compared(rate: Callable[[str, int], float], names: tuple[str, str], pairs: int, done: Callable[[], None]) -> Ratio:
-    """The first over the second, in turns."""
-    ratios = []
-    for number in range(pairs):
-        own = {name: rate(name, number) for name in (names if number % 2 else names[::-1])}
-        ratios.append(own[names[0]] / own[names[1]])
-        done()
-    return ratio_of(ratios)
+class TwoModels:
+    """A target, a useless and a good draft, and coordinators with both, with the good one and with none."""
 
-
-def two_models(
-    asked: argparse.Namespace, model: Path, wrong: Path, done: Callable[[], None]
-) -> Iterator[tuple[str, Ratio]]:
-    """Both drafts beside the good one alone, and, once that is killed, beside none."""
-    rule = RULES_DEFAULT[asked.rule]
-    prompts = list(heldout_prompts().items())
-    with contextlib.ExitStack() as stack:
-        started = Started(stack)
-        engine = {"threads": 1}
-        target = started("target", TargetSettings, model=str(model), dtype=asked.dtype, **engine).address
-        told = {"target_tokenizer": str(model), **engine}
-        poor, good = (started("draft", DraftSettings, model=str(folder), **told) for folder in (wrong, DRAFT_MODEL))
-        drafts = {BOTH: (poor.address, good.address), GOOD: (good.address,), NONE: ()}
-        stubs = {}
-        for name, own in drafts.items():
-            common = {"tokenizer": str(model), "target": target, "draft": own, "proposers": "draft"}
-            coordinator = started("coordinator", CoordinatorSettings, **common)
-            channel = stack.enter_context(grpc.insecure_channel(coordinator.address))
-            stubs[name] = pb_grpc.CoordinatorServiceStub(channel)
-
-        def rate(name: str, number: int) -> float:
-            variant, prompt = OFF if name == NONE else AUTO, prompts[number % len(prompts)]
-            return measure(stubs[name], variant, rule, 0.0, prompt, asked.max_tokens).tokens_per_s
-
-        for number in range(asked.texts):  # until both drafts are measured
-            for name in (BOTH, GOOD):
-                rate(name, number)
-        yield (
-            "two draft models, one always wrong: auto / auto with the good one alone",
-            compared(rate, (BOTH, GOOD), asked.pairs, done),
+    def __init__(self, stack: ExitStack, target: Path, wrong: Path) -> None:
+        main = started(stack, "target", TargetSettings, model=str(target), dtype="bfloat16").address
+        poor, self.good = (
+            started(stack, "draft", DraftSettings, model=str(folder), target_tokenizer=str(target))
+            for folder in (wrong, DRAFT_MODEL)
         )
-        good.signal(signal.SIGKILL)
-        yield "after the loss of the good one: auto / off", compared(rate, (BOTH, NONE), asked.pairs, done)
+        drafts = {AUTO.name: (poor.address, self.good.address), GOOD_ALONE: (self.good.address,), OFF.name: ()}
+        self._prompts, self._stubs = list(heldout_prompts().items()), {}
+        for name, own in drafts.items():
+            common = {"tokenizer": str(target), "target": main, "draft": own, "proposers": "draft"}
+            address = started(stack, "coordinator", CoordinatorSettings, **common).address
+            channel = stack.enter_context(grpc.insecure_channel(address))
+            self._stubs[name] = pb_grpc.CoordinatorServiceStub(channel)
+
+    def rate(self, name: str, turn: int) -> Values:
+        """Measures one text through a coordinator."""
+        variant, prompt = OFF if name == OFF.name else AUTO, self._prompts[turn % len(self._prompts)]
+        return {"tokens_per_s": measure(self._stubs[name], variant, RULE, 0.0, prompt, MAX_TOKENS).tokens_per_s}
 
 
-def beyond_capacity(asked: argparse.Namespace, model: Path, done: Callable[[], None]) -> tuple[Ratio, int]:
-    """Auto / off through four targets and one draft, and the sessions that the draft refused."""
-    rule = RULES_DEFAULT[asked.rule]
-    with contextlib.ExitStack() as stack:
-        started = Started(stack)
-        own: dict[str, Any] = {"model": str(model), "threads": 1, "dtype": asked.dtype}
-        targets = tuple(started("target", TargetSettings, **own).address for _ in range(TARGET_COUNT))
-        draft = started("draft", DraftSettings, target_tokenizer=str(model), **own).address
+class SharedDraft:
+    """Four targets and one draft of the same model, and coordinators for off and for auto."""
+
+    def __init__(self, stack: ExitStack, model: Path, results: Results) -> None:
+        own: dict[str, Any] = {"model": str(model), "dtype": "bfloat16"}
+        targets = tuple(started(stack, "target", TargetSettings, **own).address for _ in range(TARGET_COUNT))
+        draft = started(stack, "draft", DraftSettings, target_tokenizer=str(model), **own).address
         common: dict[str, Any] = {"tokenizer": str(model), "target": targets, "draft": draft, "proposers": "draft"}
-        page = f"{LOOPBACK}:{free_port()}"
-        pages = {AUTO.name: {"metrics_address": page}, OFF.name: {}}
-        addresses = {
-            name: started("coordinator", CoordinatorSettings, **common, **own).address for name, own in pages.items()
+        self._page, self._results = f"{LOOPBACK}:{free_port()}", results
+        pages = {AUTO.name: {"metrics_address": self._page}, OFF.name: {}}
+        self._addresses = {
+            name: started(stack, "coordinator", CoordinatorSettings, **common, **page).address
+            for name, page in pages.items()
         }
 
-        def rate(name: str, number: int) -> float:
-            variant = AUTO if name == AUTO.name else OFF
-            texts = chosen_prompts(number, asked.streams)
-            streams = asyncio.run(run_streams([addresses[name]], variant, rule, texts, asked.max_tokens))
-            return block_of(name, streams, 0.0).tokens_per_s
-
-        for name in addresses:
-            rate(name, 0)
-        ratio = compared(rate, (AUTO.name, OFF.name), asked.pairs, done)
-        return ratio, refusals_on(page)
+    def rate(self, name: str, turn: int) -> Values:
+        """Measures all streams, and notes how many sessions the draft has refused."""
+        variant, texts = AUTO if name == AUTO.name else OFF, chosen_prompts(turn, STREAM_COUNT)
+        streams = asyncio.run(run_streams(self._addresses[name], variant, RULE, texts, MAX_TOKENS))
+        self._results.notes["refused"] = refusals_on(self._page)
+        return {"tokens_per_s": block_of(name, streams, 0.0).tokens_per_s}
 
 
 def free_port() -> int:
@@ -157,54 +125,62 @@ def refusals_on(page: str) -> int:
     return round(sum(float(line.split()[1]) for line in lines if line.startswith(REFUSALS)))
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.fleet", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rule", type=int, default=0, help="by number, as bench.pipeline lists them (%(default)s)")
-    parser.add_argument("--pairs", type=int, default=15, help="of each comparison, in turns (%(default)s)")
-    parser.add_argument("--texts", type=int, default=32, help="before the two models are compared (%(default)s)")
-    parser.add_argument("--streams", type=int, default=32, help="at once through four targets (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=96, help="output tokens of a generation (%(default)s)")
-    parser.add_argument("--extra-layers", type=int, default=EXTRA_LAYERS_DEFAULT, help="of the target (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="of the target of the two models (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="about two minutes: three pairs")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (%(default)s)")
-    add_check_flag(parser)
-    if parser.parse_known_args()[0].quick:
-        parser.set_defaults(**QUICK)
-    return parser.parse_args()
+def ratio_of(results: Results, fleet: str) -> Ratio | None:
+    return results.ratio({"fleet": fleet}, AUTO.name, OVER[fleet][0], "tokens_per_s")
 
 
-def bars_of(ratios: Sequence[tuple[str, float, Ratio]], refusal_count: int) -> list[Bar]:
-    """Medians against their bars; and a draft that was beyond its capacity at all."""
-    bars = [Bar(claim, bound, ratio.median, str(ratio)) for claim, bound, ratio in ratios]
-    return [*bars, Bar("sessions that the draft of four targets refused", 1.0, float(refusal_count))]
+class Fleet:
+    """See the module."""
+
+    name = "fleet"
+    about = "auto with two draft models, without the better one, and with a draft beyond its capacity; loopback, GREEDY"
+    turns, quick_turns, minutes = 15, 2, 8
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """None of its own."""
+
+    def cells(self, asked: argparse.Namespace) -> list[Cell]:
+        return [{"fleet": fleet} for fleet in OVER]
+
+    @contextmanager
+    def prepared(self, asked: argparse.Namespace) -> Iterator[Prepared]:
+        with TemporaryDirectory() as scratch, ExitStack() as running:
+            model = write_deepened(Path(scratch) / "target")
+            two = TwoModels(running, model, write_always_wrong(Path(scratch) / "wrong"))
+
+            def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
+                fleet: TwoModels | SharedDraft = two
+                if cell["fleet"] == TWO:
+                    for turn in range(QUICK_TEXTS if asked.quick else TEXTS):
+                        for name in (AUTO.name, GOOD_ALONE):
+                            two.rate(name, turn)
+                elif cell["fleet"] == LOST:
+                    two.good.signal(signal.SIGKILL)
+                else:
+                    running.close()
+                    fleet = SharedDraft(running, model, results)
+                return {name: partial(fleet.rate, name) for name in (OVER[str(cell["fleet"])][0], AUTO.name)}
+
+            yield contenders
+
+    def tables(self, results: Results) -> list[Table]:
+        def line(fleet: str) -> list[str]:
+            other, bound = OVER[fleet]
+            ratio = ratio_of(results, fleet)
+            return [fleet, f"auto / {other}", ratio.short(bound) if ratio else "", f"{bound:g}"]
+
+        return [Table("ratios", self.about, ["fleet", "ratio", "measured", "bar"], [line(fleet) for fleet in OVER])]
+
+    def bars(self, results: Results) -> list[Bar]:
+        found = {fleet: ratio_of(results, fleet) for fleet in OVER}
+        ratios = [
+            Bar(f"{fleet}: auto / {OVER[fleet][0]}", OVER[fleet][1], own.median if own else None, str(own or ""))
+            for fleet, own in found.items()
+        ]
+        return [*ratios, Bar("sessions that the draft of four targets refused", 1.0, results.notes.get("refused"))]
 
 
-def main() -> int:
-    asked = options()
-    console = Console(width=150)
-    found: list[tuple[str, float, Ratio]] = []
-    try:
-        with tempfile.TemporaryDirectory() as scratch, Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task("measuring", total=3 * asked.pairs)
-            model = write_deepened(Path(scratch) / "target", asked.extra_layers)
-            wrong = write_always_wrong(Path(scratch) / "wrong")
-            for bound, (claim, ratio) in zip(
-                (OF_GOOD, OF_OFF), two_models(asked, model, wrong, lambda: bar.advance(task))
-            ):
-                found.append((claim, bound, ratio))
-            ratio, refusal_count = beyond_capacity(asked, model, lambda: bar.advance(task))
-            found.append(("one draft for four targets, beyond its capacity: auto / off", OF_OFF, ratio))
-    except SpecdecError as error:
-        print(f"fleet: {error}", file=sys.stderr)
-        return 1
-    bars = bars_of(found, refusal_count)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    written: dict[str, Any] = {"cpu": processor_name(), "rule": RULES_DEFAULT[asked.rule], "streams": asked.streams}
-    written |= {"ratios": {claim: asdict(ratio) for claim, _, ratio in found}, "bars": as_json(bars)}
-    (asked.out / "fleet.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return conclude(bars, console, asked.check)
-
+BENCHMARK = Fleet()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,21 +28,27 @@ from bench.deepened import write_deepened
 from bench.pipeline.bars import OF_OFF, never_slower
 from bench.pipeline.placement import Placed, placed
 from bench.pipeline.samples import TIMEOUT_S, measure
-from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, request_of
-from bench.results import Cell, Results, Table
+from bench.pipeline.variants import AUTO, OFF, RULE_NAMES, Variant, request_of
+from bench.results import Cell, Ratio, Results, Table
 from bench.runner import Contender, Prepared, Values, main
 from bench.streams import ADAPTED_S, rate_between
+from specdec.client.events import event_of
 from specdec.client.run import Run
 from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.launch.children import Child
 from specdec.v1 import coordinator_service_pb2 as pb
+from tests.support.draft_troubles import hundred_times_slower, silent
 from tests.support.harness import DRAFT_MODEL, heldout_prompts
 
 Trouble = Callable[[Child, threading.Event], None]
+RULES = (RULE_NAMES[0], RULE_NAMES[4])
+SLOW, WRONG = "as slow as its target", "always wrong"
+TROUBLES: dict[str, Trouble] = {"silent": silent, "a hundred times slower": hundred_times_slower}
+RTT_MS, TARGET_RTT_MS = 1.0, 0.2
 BEFORE_S = 0.7  # the time a text is under way before its draft changes
-AWAKE_S, ASLEEP_S = 0.002, 0.2  # one step in a hundred times as long
 RECOVERY_S = 3.0  # until a link that was given up is there again
-CHANGED_TOKENS = 400  # enough for the time that counts; more would compare steps after more tokens with off
+COUNTED_S = 1.5  # of a text whose draft changes, which is left then: of longer ones steps read more
+MAX_TOKENS, CHANGED_TOKENS = 64, 1500  # the latter: more than any text has by then
 
 
 def write_always_wrong(folder: Path) -> Path:
@@ -58,41 +63,42 @@ def write_always_wrong(folder: Path) -> Path:
     return folder
 
 
-def silent(draft: Child, is_over: threading.Event) -> None:
-    """The draft does nothing at all, and its connections stay open."""
-    draft.signal(signal.SIGSTOP)
-    is_over.wait()
-
-
-def hundred_times_slower(draft: Child, is_over: threading.Event) -> None:
-    """The draft runs for two milliseconds in two hundred."""
-    while not is_over.wait(AWAKE_S):
-        draft.signal(signal.SIGSTOP)
-        is_over.wait(ASLEEP_S)
-        draft.signal(signal.SIGCONT)
-
-
-RULES = (RULES_DEFAULT[0], RULES_DEFAULT[4])
-SLOW, WRONG = "as slow as its target", "always wrong"
-TROUBLES: dict[str, Trouble] = {"silent": silent, "a hundred times slower": hundred_times_slower}
-
-
 def rate_in_trouble(place: Placed, variant: Variant, request: pb.GenerateRequest, trouble: Trouble) -> float:
     """Tokens a second of a text whose draft changes while it is under way, from two seconds after the change."""
-    draft, stub = place.services.draft, place.stub_of(variant)
+    draft, run, is_over = place.services.draft, Run(), threading.Event()
     assert draft is not None
-    is_over = threading.Event()
     changing = threading.Timer(BEFORE_S, trouble, (draft, is_over))
-    requested_s = time.perf_counter()
+    from_s = time.perf_counter() + BEFORE_S + ADAPTED_S
     changing.start()
+    call = place.stub_of(variant).Generate(request, timeout=TIMEOUT_S)
     try:
-        deltas = Run.of(stub.Generate(request, timeout=TIMEOUT_S)).deltas
+        for response in call:
+            run.take(event_of(response))
+            if time.perf_counter() > from_s + COUNTED_S:
+                break
     finally:
+        call.cancel()
         changing.cancel()
         is_over.set()
         changing.join()
         draft.signal(signal.SIGCONT)
-    return rate_between(deltas, requested_s + BEFORE_S + ADAPTED_S, deltas[-1][0])
+    return rate_between(run.deltas, from_s, from_s + COUNTED_S)
+
+
+def rate(place: Placed, cell: Cell, variant: Variant, prompt: tuple[int, str]) -> Values:
+    """Measures one text."""
+    rule, trouble = str(cell["rule"]), TROUBLES.get(str(cell["draft"]))
+    if trouble is None:
+        return {"tokens_per_s": measure(place.stub_of(variant), variant, rule, RTT_MS, prompt, MAX_TOKENS).tokens_per_s}
+    if variant == AUTO:  # back at what the draft is worth when it is well
+        time.sleep(RECOVERY_S)
+        measure(place.stub_of(variant), variant, rule, RTT_MS, prompt, MAX_TOKENS)
+    request = request_of(variant, rule, prompt[1], CHANGED_TOKENS)
+    return {"tokens_per_s": rate_in_trouble(place, variant, request, trouble)}
+
+
+def ratio_of(results: Results, cell: Cell) -> Ratio | None:
+    return results.ratio(cell, AUTO.name, OFF.name, "tokens_per_s")
 
 
 class PoorDrafts:
@@ -103,7 +109,7 @@ class PoorDrafts:
     turns, quick_turns, minutes = 9, 2, 12
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--max-tokens", type=int, default=64, help="where the draft does not change (%(default)s)")
+        """None of its own."""
 
     def cells(self, asked: argparse.Namespace) -> list[Cell]:
         rules = RULES[:1] if asked.quick else RULES
@@ -114,43 +120,32 @@ class PoorDrafts:
         prompts = list(heldout_prompts().items())
         with TemporaryDirectory() as scratch, ExitStack() as running:
             target = write_deepened(Path(scratch) / "target")
-            wrong = write_always_wrong(Path(scratch) / "wrong")
-            drafts = {SLOW: (target, "bfloat16"), WRONG: (wrong, "float32")}
+            drafts = {SLOW: (target, "bfloat16"), WRONG: (write_always_wrong(Path(scratch) / "wrong"), "float32")}
 
             def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
                 running.close()
-                rule, draft = str(cell["rule"]), str(cell["draft"])
-                model, dtype = drafts.get(draft, (DRAFT_MODEL, "float32"))
+                model, dtype = drafts.get(str(cell["draft"]), (DRAFT_MODEL, "float32"))
                 place = running.enter_context(placed(target, "bfloat16", dtype, draft_model=model))
-                place.set_rtt(1.0, 0.2)
+                place.set_rtt(RTT_MS, TARGET_RTT_MS)
 
-                def rate(variant: Variant, turn: int) -> Values:
-                    prompt = prompts[turn % len(prompts)]
-                    if draft not in TROUBLES:
-                        sample = measure(place.stub_of(variant), variant, rule, 0.0, prompt, asked.max_tokens)
-                        return {"tokens_per_s": sample.tokens_per_s}
-                    if variant == AUTO:  # back at what the draft is worth when it is well
-                        time.sleep(RECOVERY_S)
-                        measure(place.stub_of(variant), variant, rule, 0.0, prompt, asked.max_tokens)
-                    request = request_of(variant, rule, prompt[1], CHANGED_TOKENS)
-                    return {"tokens_per_s": rate_in_trouble(place, variant, request, TROUBLES[draft])}
+                def contender(variant: Variant) -> Contender:
+                    return lambda turn: rate(place, cell, variant, prompts[turn % len(prompts)])
 
-                return {variant.name: partial(rate, variant) for variant in (OFF, AUTO)}
+                return {variant.name: contender(variant) for variant in (OFF, AUTO)}
 
             yield contenders
 
     def tables(self, results: Results) -> list[Table]:
-        def shown_ratio(draft: str, rule: str) -> str:
-            ratio = results.ratio({"rule": rule, "draft": draft}, AUTO.name, OFF.name, "tokens_per_s")
+        def text(draft: str, rule: str) -> str:
+            ratio = ratio_of(results, {"rule": rule, "draft": draft})
             return ratio.short(OF_OFF) if ratio else ""
 
-        drafts = dict.fromkeys(str(cell["draft"]) for cell, _ in results.found)
-        rows = [[draft, *(shown_ratio(draft, rule) for rule in RULES)] for draft in drafts]
+        drafts = dict.fromkeys(str(cell["draft"]) for cell in results.cells())
+        rows = [[draft, *(text(draft, rule) for rule in RULES)] for draft in drafts]
         return [Table("auto_over_off", f"{self.about} (bar {OF_OFF})", ["draft", *RULES], rows)]
 
     def bars(self, results: Results) -> list[Bar]:
-        found = {", ".join(map(str, cell.values())): cell for cell in results.cells()}
-        ratios = {name: results.ratio(cell, AUTO.name, OFF.name, "tokens_per_s") for name, cell in found.items()}
+        ratios = {f"{cell['draft']}, {cell['rule']}": ratio_of(results, cell) for cell in results.cells()}
         return never_slower({name: ratio for name, ratio in ratios.items() if ratio})[:1]
 
 

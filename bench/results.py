@@ -91,6 +91,21 @@ class Results:
         theirs = samples.get(over, {}).get(over_measure or measure)
         return ratio_of([own / other for own, other in zip(ours, theirs)]) if ours and theirs else None
 
+    def over_best(self, cell: Cell, variant: str, others: Sequence[str], measure: str) -> Ratio | None:
+        """Returns one variant's values over those of the best other, turn by turn; the best of odd turns is chosen on
+        even ones, and the other way round, since the best in hindsight is so by luck too. None with fewer than two
+        turns, or without others."""
+        samples = {name: own[measure] for name, own in self.samples(cell).items() if own.get(measure)}
+        ours, rivals = samples.get(variant, []), [other for other in others if other in samples]
+        if len(ours) < 2 or not rivals:
+            return None
+        gains = {rival: [own / other for own, other in zip(ours, samples[rival])] for rival in rivals}
+        compared: list[float] = []
+        for first in (0, 1):
+            best = min(rivals, key=lambda rival: statistics.median(gains[rival][1 - first :: 2]))
+            compared += gains[best][first::2]
+        return ratio_of(compared)
+
     def write(self, file: Path, **more: Any) -> None:
         """Writes them as JSON; `more` beside them."""
         parts = [

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -20,10 +17,17 @@ from specdec.client.run import Run, acceptance_of
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.harness import heldout_prompts
 from tests.support.processes import cpu_seconds
 
 ADAPTED_S = 2.0  # after a change of load: by then a policy has adapted
 PROMPT_CHARACTERS = 200  # of a prompt: decoding is measured, not prefill
+
+
+def chosen_prompts(turn: int, count: int) -> list[str]:
+    """Returns the prompts of one turn."""
+    prompts = [prompt[:PROMPT_CHARACTERS] for prompt in heldout_prompts().values()]
+    return [prompts[(turn * count + index) % len(prompts)] for index in range(count)]
 
 
 @dataclass(slots=True)
@@ -68,14 +72,13 @@ async def read(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest
 
 
 async def run_streams(
-    addresses: Sequence[str], variant: Variant, rule: str, prompts: Sequence[str], max_tokens: int
+    address: str, variant: Variant, rule: str, prompts: Sequence[str], max_tokens: int
 ) -> list[Stream]:
-    """One stream per prompt, all at once, dealt out to the coordinators."""
-    async with contextlib.AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(grpc.aio.insecure_channel(address)) for address in addresses]
-        stubs = itertools.cycle(map(pb_grpc.CoordinatorServiceStub, channels))
+    """One stream per prompt, all at once."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = pb_grpc.CoordinatorServiceStub(channel)
         requests = [request_of(variant, rule, prompt, max_tokens) for prompt in prompts]
-        return await asyncio.gather(*(read(stub, request) for stub, request in zip(stubs, requests)))
+        return await asyncio.gather(*(read(stub, request) for request in requests))
 
 
 def run_block(
@@ -84,7 +87,7 @@ def run_block(
     """Runs a block. Raises grpc.RpcError."""
     coordinator = place.coordinator_of(variant)
     before_s = cpu_seconds(coordinator.process.pid)
-    streams = asyncio.run(run_streams([coordinator.address], variant, rule, prompts, max_tokens))
+    streams = asyncio.run(run_streams(coordinator.address, variant, rule, prompts, max_tokens))
     return block_of(variant.name, streams, cpu_seconds(coordinator.process.pid) - before_s), streams
 
 
@@ -137,9 +140,3 @@ def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) 
         rounds_off=sum(own.num_rounds_off for own in counts) / rounds,
         coordinator_us_per_token=coordinator_cpu_s / tokens * 1e6,
     )
-
-
-def median_block(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Medians over blocks of one variant."""
-    names = [name for name in asdict(blocks[0]) if name != "variant"]
-    return {name: statistics.median(getattr(block, name) for block in blocks) for name in names}

@@ -11,7 +11,7 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,27 +22,11 @@ from bench.pipeline.variants import AUTO, Variant
 from specdec.launch.children import Child
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.harness import DRAFT_MODEL, Services, running
-from tests.support.network.echo import median_rtt_ms
 from tests.support.network.machines import Network, emulated
-from tests.support.processes import cpu_seconds, machine_cpu_seconds, set_priority
+from tests.support.processes import set_priority
 
 COORDINATOR_NICE, COORDINATOR_COUNT = -10, 2
-OTHERS = "others"
 SETTLE_S = 0.2  # after a change of delay: messages under way arrive, and pings measure the new delay
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The CPU use of each process since a moment; `others`: all processes that this benchmark did not start."""
-
-    read: Callable[[], dict[str, float]]
-    began_s: float
-    began: dict[str, float]
-
-    def so_far(self) -> dict[str, float]:
-        """Share of one core, by process."""
-        seconds = time.monotonic() - self.began_s
-        return {name: (used - self.began[name]) / seconds for name, used in self.read().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +54,6 @@ class Placed:
         self.network.set_delay("coordinator", "draft", draft_rtt_ms / 2)
         self.network.set_delay("coordinator", "target", target_rtt_ms / 2)
         time.sleep(SETTLE_S + 2.5 * draft_rtt_ms / 1e3)
-
-    def measured_rtt_ms(self) -> dict[str, float]:
-        """Round trips of a byte now, by machine."""
-        return {name: median_rtt_ms(self.network, "coordinator", name, 9) for name in ("draft", "target")}
-
-    def _cpu_seconds(self) -> dict[str, float]:
-        used = {"coordinator": sum(cpu_seconds(child.process.pid) for child in self.services.coordinators)}
-        replicas = (self.services.target, self.services.draft)
-        used |= {child.command: cpu_seconds(child.process.pid) for child in replicas if child}
-        used |= {"network": self.network.cpu_seconds(), "client": time.process_time()}
-        return {**used, OTHERS: machine_cpu_seconds() - sum(used.values())}
-
-    def begin_shares(self) -> Shares:
-        """CPU shares are counted from here on."""
-        return Shares(self._cpu_seconds, time.monotonic(), self._cpu_seconds())
 
 
 def cores_of_machines() -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench import rounds
 from specdec.client.request import make_request
 from specdec.protocol.types import Rule
 from specdec.v1.coordinator_service_pb2 import GenerateRequest
@@ -17,9 +16,27 @@ from specdec.v1.coordinator_service_pb2 import GenerateRequest
 WAIT_MS = 2000.0  # a synchronous round waits for its draft tokens however far the draft is
 CHAIN_WINDOW = 8  # further ahead a chain is wrong nearly always
 STREAMED_LENGTH_MAX, STREAMED_WINDOW, TREE_NODES_PER_STEP = 16, 16, 8
-RULES_DEFAULT = tuple(rounds.RULES)
+RULES_DEFAULT = (
+    "GREEDY, temperature 0",
+    "COUPLED, temperature 0.7",
+    "REJECTION, temperature 0.7",
+    "COUPLED, temperature 1",
+    "REJECTION, temperature 1",
+)
+RULE_NAMES = ("GREEDY", "COUPLED 0.7", "REJECTION 0.7", "COUPLED 1", "REJECTION 1")  # the same, as cells and tables say
 NUCLEUS = "REJECTION, temperature 0.7, top-p 0.95"
-RULES: dict[str, dict[str, Any]] = {**rounds.RULES, NUCLEUS: {"temperature": 0.7, "top_p": 0.95}}
+_SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 1},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 1.0},
+)
+RULES: dict[str, dict[str, Any]] = {
+    **dict(zip(RULES_DEFAULT, _SAMPLING)),
+    **dict(zip(RULE_NAMES, _SAMPLING)),
+    NUCLEUS: {"temperature": 0.7, "top_p": 0.95},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +94,9 @@ def request_of(
     variant: Variant, rule: str, prompt: str | Sequence[int], max_tokens: int, **more: Any
 ) -> GenerateRequest:
     """A generation of exactly `max_tokens` tokens; `more` as for `make_request`."""
-    own = {"max_tokens": max_tokens, "ignore_eos": True, "rule": rounds.named_rule(RULES[rule]), **RULES[rule]}
+    own: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, **RULES[rule]}
+    if rule_of(rule)[0] == Rule.REJECTION:  # without a seed the server would choose
+        own["rule"] = "rejection"
     return make_request(prompt, **own | speculative_policy(variant) | more)
 
 

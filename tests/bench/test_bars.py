@@ -1,4 +1,4 @@
-"""Bars: when one is met, which of several values counts, the exit code of a check, and where goals finds bars."""
+"""Bars: when one is met, which of several values counts, the exit code of a check, and where they are found again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bench.__main__ import bars_in
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.goals import bars_in
 from bench.pipeline.bars import against_fixed, never_slower
 from bench.results import Ratio
 
@@ -53,12 +53,12 @@ def test_a_check_fails_where_a_bar_is_missed() -> None:
     assert conclude([met, unknown], QUIET, True) == 0
 
 
-def test_goals_are_the_bars_that_were_written(tmp_path: Path) -> None:
-    """Claim: each benchmark's bars are read as they were; a benchmark without results is not measured."""
-    assert {bar.state for bar in bars_in(tmp_path)} == {"not measured"}
+def test_bars_are_found_again_as_they_were_written(tmp_path: Path) -> None:
+    """Claim: `python -m bench --bars` reads each benchmark's bars as they were; without results there are none."""
+    assert bars_in(tmp_path) == {}
     bars = [Bar("a", 1.0, 0.9, "x 0.9", stretch=2.0), Bar("b", 1.0, None, is_limit=True)]
-    (tmp_path / "peers.json").write_text(json.dumps({"bars": as_json(bars)}))
-    assert [bar for bar in bars_in(tmp_path) if bar.claim in ("a", "b")] == bars
+    (tmp_path / "fleet.json").write_text(json.dumps({"bars": as_json(bars)}))
+    assert bars_in(tmp_path) == {"fleet": bars}
 
 
 def test_a_cell_is_slower_when_its_whole_interval_is() -> None:

@@ -1,29 +1,31 @@
-"""From samples to measurements: medians and their intervals, acceptance by position, fair comparisons."""
+"""From samples to ratios: medians and their intervals, the best of other variants; the variants as requests."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 
 import pytest
 
-from bench.pipeline.measurements import hazards, over_best_other, paired_gain
-from bench.pipeline.samples import Sample, ends_in_cycle
-from bench.pipeline.simulated import between
-from bench.pipeline.sweep import Cell, differing_prompts
-from bench.pipeline.variants import AUTO, CHAIN, OFF, TREE, request_of, synchronous
-from bench.results import ratio_of
+from bench.pipeline.samples import ends_in_cycle
+from bench.pipeline.variants import (
+    AUTO,
+    CHAIN,
+    OFF,
+    RULE_NAMES,
+    RULES_DEFAULT,
+    TREE,
+    is_reproducible,
+    request_of,
+    rule_of,
+    synchronous,
+)
+from bench.results import Cell, Results, ratio_of
+from specdec.protocol.types import Rule
 from specdec.rpc.convert_generate import request_from_message
 from specdec.v1 import coordinator_service_pb2 as pb
 
-GREEDY, REJECTION = "GREEDY, temperature 0", "REJECTION, temperature 0.7"
-
-
-def sample(variant: str, prompt_id: int, tokens_per_s: float, **others: object) -> Sample:
-    """A sample with zeros in all other fields."""
-    zeros = {f.name: "" if f.type == "str" else () if f.type.startswith("tuple") else 0 for f in fields(Sample)}
-    own = {"variant": variant, "prompt_id": prompt_id, "tokens_per_s": tokens_per_s, "rule": GREEDY, "output_tokens": 2}
-    return Sample(**(zeros | {"rounds": 1} | own | others))
+REJECTION = "REJECTION 0.7"
+CELL: Cell = {"rule": "GREEDY"}
 
 
 def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
@@ -47,46 +49,6 @@ def test_a_ratio_of_few_pairs_spans_all_of_them() -> None:
     assert (own.low, own.median, own.high) == (0.9, 1.1, 1.3)
 
 
-def test_acceptance_by_position_is_of_rounds_that_reached_it() -> None:
-    """Claim: position i's acceptance is the share of rounds with more than i accepted among those with at least i."""
-    samples = [sample("sync 2", 0, 1.0, acceptance_histogram=(5, 3, 2)), sample("sync 2", 1, 1.0)]
-    assert hazards(samples, 2) == (5 / 10, 2 / 5)
-    assert hazards([], 2) == ()
-
-
-def test_variants_are_compared_on_the_same_prompts() -> None:
-    """Claim: a variant with easier prompts gains nothing by them.
-
-    Conclusive: the variant is twice as fast on the common prompts and measured on one more, where it crawls.
-    """
-    off = [sample("off", 0, 10.0), sample("off", 1, 20.0)]
-    tree = [sample("tree", 0, 20.0), sample("tree", 1, 40.0), sample("tree", 2, 1.0)]
-    cell = Cell(GREEDY, 0.0, 0.2, {}, samples=[*off, *tree])
-    assert cell.gain("tree", "off") == 2.0
-    assert cell.measurements["tree"].tokens_per_s == 30.0
-    assert paired_gain(tree[:2], off) == 2.0
-
-
-def test_the_best_synchronous_variant_is_the_fastest_on_the_same_prompts() -> None:
-    """Claim: the baseline is the strongest draft length in hindsight; without one there is none."""
-    samples = [sample("off", 0, 10.0), sample("sync 1", 0, 12.0), sample("sync 4", 0, 15.0), sample("auto", 0, 30.0)]
-    assert Cell(GREEDY, 0.0, 0.2, {}, samples=samples).best_synchronous() == "sync 4"
-    assert Cell(GREEDY, 0.0, 0.2, {}, samples=samples[:1]).best_synchronous() is None
-
-
-def test_a_different_text_is_noticed_where_it_is_a_defect() -> None:
-    """Claim: under a reproducible rule a prompt whose text depends on the variant is named; under REJECTION none is."""
-    samples = [sample("off", 7, 1.0, text_digest="a"), sample("auto", 7, 1.0, text_digest="b")]
-    assert differing_prompts(Cell(GREEDY, 0.0, 0.2, {}, samples=samples)) == (7,)
-    assert differing_prompts(Cell(REJECTION, 0.0, 0.2, {}, samples=samples)) == ()
-
-
-def test_step_times_between_what_was_measured() -> None:
-    """Claim: times are straight lines through the points, carried on beyond the last, never below the first."""
-    seconds = between({1: 10.0, 4: 13.0, 8: 21.0})
-    assert [round(seconds(count) * 1e3, 9) for count in (1, 2, 4, 6, 8, 10)] == [10, 11, 13, 17, 21, 25]
-
-
 @pytest.mark.parametrize("variant", [OFF, AUTO, CHAIN, TREE, synchronous(3)], ids=lambda variant: variant.name)
 def test_every_variant_is_a_request_the_service_takes(variant) -> None:
     """Claim: each variant's request passes every check of a request and has the variant's values."""
@@ -107,17 +69,36 @@ def test_every_variant_is_a_request_the_service_takes(variant) -> None:
         assert said == (variant.draft_length, variant.window, variant.nodes_per_step, variant.wait_ms)
 
 
-def test_the_best_other_variant_is_chosen_on_other_prompts() -> None:
-    """Claim: auto is not compared with a variant's lucky gain on the same prompts.
+def test_short_names_of_rules_say_rule_and_temperature() -> None:
+    """Claim: every short name stands for the rule and the temperature that it says, as the long name at its place does,
+    and those with a seed are reproducible."""
+    for name, long in zip(RULE_NAMES, RULES_DEFAULT, strict=True):
+        kind, _, temperature = name.partition(" ")
+        assert rule_of(name) == rule_of(long) == (Rule[kind], float(temperature or 0))
+        assert is_reproducible(name) is (kind != "REJECTION")
+
+
+def rates(**by_variant: tuple[float, ...]) -> Results:
+    """Results of one cell."""
+    samples = {name: {"tokens_per_s": [*map(float, own)]} for name, own in by_variant.items()}
+    return Results({}, [(CELL, samples)])
+
+
+def test_the_best_other_variant_is_chosen_on_other_turns() -> None:
+    """Claim: auto is not compared with a variant's lucky gain on the same prompts, and with the best where one is so on
+    all of them; without two turns or others there is no ratio.
 
     Conclusive: two fixed variants, each twice as fast as the other on one half of the prompts and as auto on neither.
     """
-    rates = {"auto": (10, 10, 10, 10), "chain": (20, 5, 20, 5), "tree": (5, 20, 5, 20)}
-    samples = {name: [sample(name, i, float(rate)) for i, rate in enumerate(own)] for name, own in rates.items()}
-    own = over_best_other(samples, "auto")
+    others = ("chain", "tree")
+    lucky = rates(auto=(10, 10, 10, 10), chain=(20, 5, 20, 5), tree=(5, 20, 5, 20))
+    own = lucky.over_best(CELL, "auto", others, "tokens_per_s")
     assert own is not None and (own.low, own.high, own.pair_count) == (2.0, 2.0, 4)
-    assert over_best_other({name: own[:1] for name, own in samples.items()}, "auto") is None
-    assert over_best_other({"auto": samples["auto"]}, "auto") is None
+    steady = rates(auto=(10, 20, 10), chain=(8, 16, 8), tree=(5, 10, 4))
+    own = steady.over_best(CELL, "auto", others, "tokens_per_s")
+    assert own is not None and (own.low, own.high, own.pair_count) == (1.25, 1.25, 3)
+    assert rates(auto=(10,), chain=(20,)).over_best(CELL, "auto", others, "tokens_per_s") is None
+    assert rates(auto=(10, 10)).over_best(CELL, "auto", others, "tokens_per_s") is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """After odd requests: whatever they taught the policy, ordinary requests are held back for less than a minute.
 
-The bursts are those of `python -m bench.policy_cells`; the command runs half an hour of them.
+The bursts are those of `python -m bench.policy_cells`; the command runs ten minutes of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from bench.policy_cells import CELLS, LENGTH_CAP, OF_BEST_LATER, TARGET_S, FleetService
 from specdec.policy.goodput import Goodput
 from specdec.policy.goodput_policy import EXPLORATION_MAX_S, GoodputPolicy
 from specdec.protocol.plan import OFF_PLAN, Plan
 from tests.policy.test_policy import SPARE_TOKENS, record_of
+from tests.support.policy_cells import AFTER_ODD, BOUNDS, CELLS, LENGTH_CAP, TARGET_S, FleetService
 from tests.support.records import changed
 from tests.support.simulation import FixedService, Simulation
 
@@ -50,7 +50,7 @@ def test_bursts_of_odd_requests_hold_ordinary_ones_back_for_less_than_a_minute(n
     bursts is the same, and plain decoding has less than 0.65 of that rate.
     """
     cell = replace(CELLS[name], bursts_s=BURSTS_S)
-    assert cell.rate(FleetService(cell.world), seed) >= OF_BEST_LATER * best_of(name)
+    assert cell.rate(FleetService(cell.world), seed) >= BOUNDS[AFTER_ODD] * best_of(name)
 
 
 def goodput_of(service: FleetService) -> Goodput:

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.policy_cells import CELLS, Cell, FleetService, later, mean, one, run
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.goodput import BUDGET_SHARE, Goodput
 from specdec.protocol.policy import Policy
+from tests.support.policy_cells import BOUNDS, CELLS, Cell, FleetService, later, mean, one, share
 from tests.support.simulation import FixedService, Simulation
 
 pytestmark = pytest.mark.lengthy
@@ -42,9 +42,8 @@ PAYING = ("acceptance 0.7, RTT 0 ms", "acceptance 0.7, RTT 7 ms", "acceptance 0.
 def test_a_draft_of_no_use_costs_next_to_nothing(name: str) -> None:
     """Claim: 0.98 of off, reached within 2 s of the change. Conclusive: the whole time counts, exploration included;
     off runs in the same world with the same seeds."""
-    result = run(name, 4)
-    noise = NOISE_BESIDE if FAILING[name].is_beside else NOISE
-    assert result.share >= result.bound - noise, (result.off, result.auto)
+    cell = FAILING[name]
+    assert share(cell, 4) >= BOUNDS[cell.kind] - (NOISE_BESIDE if cell.is_beside else NOISE)
 
 
 @pytest.mark.more
@@ -53,8 +52,7 @@ def test_where_it_pays_it_comes_near_the_best_fixed_plan(name: str) -> None:
     """Claim: from the third second of a service on its rate is that of the best fixed plan, less exploration.
 
     Conclusive: the plans are run, not predicted, and the best is chosen on other seeds."""
-    result = run(name, 2)
-    assert result.share >= 0.92, (result.best, result.auto, result.plan)
+    assert share(CELLS[name], 2) >= 0.92
 
 
 def test_the_first_seconds_speculate() -> None:
@@ -71,16 +69,16 @@ def test_a_head_costs_a_first_text_next_to_nothing_and_brings_it_its_gain(name: 
     decoding, and those with a good head have most of the best plan's speed. Conclusive: nothing is measured before, and
     all passes count; with the prior of a draft, and a first plan of several passes, useless heads reach 0.89 and 0.94
     (`test_a_head_that_is_trusted_like_a_draft_costs_a_first_text`)."""
-    result = run(name, 2)
-    assert result.share >= result.bound, (result.best or result.off, result.auto)
+    cell = CELLS[name]
+    assert share(cell, 2) >= BOUNDS[cell.kind]
 
 
 def test_a_head_that_is_trusted_like_a_draft_costs_a_first_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: the cells above find a policy that begins with the plan that a draft's prior promises most of."""
     monkeypatch.setattr(Acceptance, "of_head", Acceptance)
     monkeypatch.setattr(Goodput, "opening", property(lambda self: self.drafting, lambda self, plans: None), False)
-    result = run(FIRST[0], 2)
-    assert result.share < result.bound - NOISE, (result.off, result.auto)
+    cell = CELLS[FIRST[0]]
+    assert share(cell, 2) < BOUNDS[cell.kind] - NOISE
 
 
 @pytest.mark.parametrize("network_s", [0.03, *(pytest.param(own, marks=pytest.mark.more) for own in (0.0005, 0.01))])

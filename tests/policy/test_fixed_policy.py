@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from bench.policy_cells import TARGET_S, many, one, steps_of
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.policy.steps import StepTimes
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.records import RoundRecord
+from tests.support.policy_cells import TARGET_S, many, one, steps_of
 from tests.support.records import changed
 from tests.support.simulation import FixedService, Simulation, World
 

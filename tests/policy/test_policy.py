@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from bench.policy_cells import LENGTH_CAP, TARGET_S, FleetService, one
 from specdec.config import CoordinatorSettings
 from specdec.policy.acceptance import Acceptance
 from specdec.policy.draft_time import DraftTimes
@@ -25,6 +24,7 @@ from specdec.protocol.request import GenerationRequest, SamplingParams
 from specdec.protocol.types import Proposer, Rule, TokenKind
 from tests.protocol.test_offer import WIDE, Certain, grown, paths_of
 from tests.support.fleets import MODEL, fleet_of
+from tests.support.policy_cells import LENGTH_CAP, TARGET_S, FleetService, one
 from tests.support.records import changed, round_record
 
 SPARE_TOKENS = 100_000

@@ -20,7 +20,6 @@ from typing import Any
 from rich.console import Console
 
 from bench.bars import Bar, worst_of
-from bench.poor_drafts import hundred_times_slower
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
@@ -28,6 +27,7 @@ from tests.chaos.byzantine import BEHAVIOURS, ByzantineDraft
 from tests.chaos.processes import Restartable
 from tests.chaos.tables import COMMON, REPLICA, Tables, table_texts, tables
 from tests.chaos.texts import Readers, Text, open_channel, read, references_of
+from tests.support.draft_troubles import hundred_times_slower
 from tests.support.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from tests.support.services import fixed
 from tests.support.waiting import until

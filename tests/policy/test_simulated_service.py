@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from bench.policy_bursts import with_bursts
-from bench.policy_cells import of_checkout
 from specdec.protocol.plan import OFF_PLAN, Plan
+from tests.support.policy_bursts import with_bursts
 from tests.support.simulation import FixedService, Simulation, Text, World, rate_of
 
 TARGET_S, DRAFT_S, NETWORK_S, OVERHEAD_S, TOKENS = 0.02, 0.003, 0.01, 0.001, 4000
@@ -73,9 +71,3 @@ def test_odd_requests_end_before_the_ordinary_ones_begin() -> None:
     assert sum(bool(stream.ranks) for stream in run.streams) > 10
     assert all(stream.is_over for stream in run.streams[1:])
     assert run.rate(0, 22.0, 40.0) == pytest.approx(1 / (TARGET_S + OVERHEAD_S), rel=0.03)
-
-
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
-    """Claim: `--checkout` of a folder without the package names the folder, and does not compare with this checkout."""
-    with pytest.raises(SystemExit, match=str(tmp_path)):
-        of_checkout(tmp_path, [], 1)
