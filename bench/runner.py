@@ -171,6 +171,9 @@ def last_results(benchmark: Benchmark) -> Results | None:
 
 
 def load(name: str) -> Benchmark:
-    """Returns a benchmark by name."""
-    found: Benchmark = import_module(f"bench.{name}").BENCHMARK
+    """Returns a benchmark by name; that of a package is in its `__main__`."""
+    module = import_module(f"bench.{name}")
+    if hasattr(module, "__path__"):
+        module = import_module(f"bench.{name}.__main__")
+    found: Benchmark = module.BENCHMARK
     return found
