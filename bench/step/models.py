@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from bench.deepened import write_deepened
 from bench.step.gguf_file import write_gguf
 from specdec.engine.loading.folder_files import WEIGHTS_FILE
-from specdec.engine.loading.model_folder import open_model_folder
-from specdec.folders import CHAT_MODEL, read_json
+from specdec.folders import CHAT_MODEL, gguf_source, read_json
 from tests.support.unpacked import write_unpacked
 
 DENSE, FOUR, EIGHT, FP8, DEEPENED = "chat, bfloat16", "chat, 4 bits", "chat, 8 bits", "chat, FP8", "deepened"
@@ -25,7 +24,9 @@ def write_model(name: str, made: Path) -> Path:
     """Returns the folder or GGUF file of a model, which is written below `made` unless it is there. Raises ModelRefused
     or ConfigError."""
     if name == FOUR:
-        return open_model_folder(CHAT_MODEL).weight_files[0].resolve()
+        file = gguf_source(CHAT_MODEL)
+        assert file is not None
+        return file
     if name == DEEPENED:
         return write_deepened(made)
     dense = write_unpacked(CHAT_MODEL, made / "dense")
