@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from bench.draft.delivery import Delivery
+from bench.draft.reader import SPARE_TOKENS, texts_of
 
 from bench.draft.alone import draft_steps_ms
 from bench.draft.bare import BareLoop
-from bench.draft.delivery import Delivery
-from bench.draft.reader import SPARE_TOKENS, texts_of
 from bench.pipeline.variants import RULES_DEFAULT, rule_of
 from specdec.protocol.types import ResolvedSamplingParams
 from tests.support.harness import DRAFT_MODEL

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from bench.engine.__main__ import bars_of, main
 from bench.engine.bandwidth import limit_ms, step_bytes
 from bench.engine.products import ROWS as PRODUCT_ROWS
+from bench.engine.streams import Block, StreamMeasurement, Streams, gain, measurement_of
+
+from bench.engine.__main__ import bars_of, main
 from bench.engine.sampler import ALL_PARAMS, made_up_logits, noise_of, request_of
 from bench.engine.steps import BLOCK_SIZE, CachedTexts, Shape, StepMeasurement, shapes_of
-from bench.engine.streams import Block, StreamMeasurement, Streams, gain, measurement_of
 from specdec.decoding.verification import verify
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel

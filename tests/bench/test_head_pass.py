@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from bench.head_pass import PassMeasurement, bars_of, main
+
 from bench.results import ratio_of
 from tests.support.harness import TARGET_MODEL
 

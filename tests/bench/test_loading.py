@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from bench.loading import LoadingMeasurement, bars_of, main
+
 from tests.support.harness import TARGET_MODEL
 
 

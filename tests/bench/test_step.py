@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from bench.step.__main__ import bars_in, main
-from bench.step.gguf_file import in_pairs, write_gguf
 from bench.step.results import CHAT, CHAT_4, DEEPENED, row_bars, served_bars
-from bench.step.rows import CHAINS, TREE, Reading, measure_rows, measurement_of, stored_bytes
 from bench.step.served import ServedMeasurement, long_prompts_of
 from bench.step.served import measurement_of as served_of
 from bench.step.timing import Timed
+
+from bench.step.__main__ import bars_in, main
+from bench.step.gguf_file import in_pairs, write_gguf
+from bench.step.rows import CHAINS, TREE, Reading, measure_rows, measurement_of, stored_bytes
 from specdec.errors import ConfigError
 from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
 from tests.support.threads import one_thread  # noqa: F401
