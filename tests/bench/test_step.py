@@ -116,6 +116,8 @@ def test_bars_are_of_the_same_turn() -> None:
 
 
 def test_eight_rows_have_a_stricter_bar_where_bfloat16_is_multiplied() -> None:
+    """Claim: 8 rows may take 1.15 of one row's time with such instructions, 1.7 without, by the kernels that the
+    results name."""
     results = measured(1.0, 1.0, 1.5, 0.1)
     for family, bound in (("fma", 1.7), ("avx512_bf16", 1.15)):
         results.notes["kernels"] = family
