@@ -2,9 +2,25 @@
 bench` runs all of them. Run from a checkout."""
 
 NAMES: tuple[str, ...] = (
+    "peers",
+    "step",
+    "plain",
+    "draft",
+    "engine",
+    "overhead",
+    "pipeline",
     "poor_drafts",
     "policy_cells",
     "concurrency",
     "fleet",
-    "pipeline",
+    "pair",
+    "trees",
+    "no_draft",
+    "coverage",
+    "masks",
+    "gateway",
+    "tracing",
+    "startup",
+    "tensor_parallel",
+    "ray_restarts",
 )

@@ -3,38 +3,33 @@
 Such a layer computes everything a layer computes and adds nothing, so the model is the same function, to the bit, at
 the cost of a deeper one; the draft's guesses and their acceptance stay real. The draft is unchanged: its size beside
 this target is that of a draft beside a target worth speculating for.
-
-`python -m bench.deepened FOLDER` writes the model; `--measure` times steps of several depths and both types.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bench.engine.steps import CONTEXT, CachedTexts, Shape, time_step
+from bench.engine.steps import BLOCK_SIZE, time_step
+from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
-from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
+from tests.support.harness import TARGET_MODEL
 
 EXTRA_LAYERS_DEFAULT = 12  # 24 in all: about 18 ms a step with one thread, nearly flat to 8 rows in bfloat16
 WIDTH_FACTOR_DEFAULT = 32  # 208 M weights: 45 ms a step, 51 of 9 rows on 8 paths
 OUTPUT_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 LAYERS = "model.layers."
+CONTEXT = 256  # cached tokens before a timed step
 
 
 def write_deepened(folder: Path, extra_layer_count: int = EXTRA_LAYERS_DEFAULT, source: Path = TARGET_MODEL) -> Path:
@@ -83,10 +78,17 @@ def _write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor
 def step_times_ms(
     model: TransformersModel, shapes: Sequence[tuple[int, int]], repeats: int
 ) -> dict[tuple[int, int], float]:
-    """Median milliseconds of one forward by (sequences, rows of each); shapes take turns."""
+    """Median milliseconds of one forward by (sequences, rows of each), after CONTEXT tokens; shapes take turns."""
     sequences, rows = (max(counts) for counts in zip(*shapes))
-    texts = CachedTexts(model, sequences, CONTEXT + rows)
-    batches = {shape: texts.batch(Shape(*shape, CONTEXT)) for shape in shapes}
+    size = (CONTEXT + rows) // BLOCK_SIZE + 1
+    tables = [range(1 + index * size, 1 + (index + 1) * size) for index in range(sequences)]
+    model.allocate(1 + sequences * size, BLOCK_SIZE)
+    for table in tables:
+        model.forward(RaggedBatch((Chunk(table, 0, [5] * CONTEXT, 0),)))
+    batches = {
+        (count, own): RaggedBatch(tuple(Chunk(table, CONTEXT, [7] * own, own) for table in tables[:count]))
+        for count, own in shapes
+    }
     times_ms: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
     for _ in range(repeats):
         for shape, batch in batches.items():
@@ -103,39 +105,3 @@ def load(folder: Path | str, dtype: str, has_stable_rows: bool = True) -> Transf
     if not isinstance(model, TransformersModel):
         raise TypeError(f"{folder} is no transformers model")
     return model
-
-
-def measure(extra_layer_counts: Sequence[int], row_counts: Sequence[int], repeats: int) -> Table:
-    """One line per depth and type, and the shipped draft below: step times by rows, and how flat they are."""
-    torch.set_num_threads(1)
-    table = Table(title="one forward, one thread, milliseconds by rows")
-    for name in ("model", "type", *map(str, row_counts), f"{row_counts[-1]} rows / {row_counts[0]}"):
-        table.add_column(name, justify="right")
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = {f"target + {n}": write_deepened(Path(scratch) / str(n), n) for n in extra_layer_counts}
-        for name, folder in {**folders, "draft": DRAFT_MODEL}.items():
-            for dtype in ("bfloat16", "float32"):
-                times_ms = list(step_times_ms(load(folder, dtype), [(1, n) for n in row_counts], repeats).values())
-                table.add_row(name, dtype, *(f"{ms:.2f}" for ms in times_ms), f"{times_ms[-1] / times_ms[0]:.2f}")
-    return table
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.deepened", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="where to write the model")
-    parser.add_argument("--extra-layers", type=int, nargs="+", default=[EXTRA_LAYERS_DEFAULT], help="(%(default)s)")
-    parser.add_argument("--measure", action="store_true", help="time steps instead")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of a step (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=30, help="steps of each row count (%(default)s)")
-    asked = parser.parse_args()
-    if asked.measure == (asked.folder is not None):
-        parser.error("give either a folder or --measure")
-    if asked.measure:
-        Console().print(measure(asked.extra_layers, asked.rows, asked.repeats))
-    else:
-        print(write_deepened(asked.folder, asked.extra_layers[0]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,167 +1,158 @@
-"""`python -m bench.startup`: from the start of a replica's process to SERVING, by phase.
+"""`python -m bench.startup`: from the start of a replica's process to SERVING, by phase, and the memory it takes.
 
-Weights are in the page cache. Beside the phases a replica logs stands the time of a process that only imports torch and
-reads the same weights: the rest is specdec's and the libraries'. The 135M-parameter model has the sizes of SmolLM-135M
-and random weights.
+Weights are in the page cache. Beside the phases that a replica logs stands a process that only imports torch and reads
+the same files: the rest is specdec's and the libraries'. Anonymous memory, which leaves out pages of files, is read
+every millisecond; allowed are 1.15 of what the serving replica has, and the largest file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from bench.bars import Bar, worst_of
+from bench.results import Cell, Results, Table, shown
+from bench.runner import Contender, Prepared, Values, main
+from bench.step.models import DENSE, FOUR, write_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.launch.children import Child, python_command
 from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
 
-LARGE_NAME = "135M"
-BEYOND_S_MAX = 5.0
-READY_TIMEOUT_S = 600.0
-# Prints the seconds of importing torch and of reading weights, in a process of its own.
+SHIPPED = "shipped"
+CASES = (("target", SHIPPED), ("draft", SHIPPED), ("target", FOUR), ("target", DENSE))  # service, model
+START = "start"  # the only variant
+BEYOND_S_MAX, OVER_SERVING = 5.0, 1.15
+READY_TIMEOUT_S, PAUSE_S, MB = 600.0, 0.001, 1e6
+SECONDS, MEMORY = ("total", "torch", "files", "beyond"), ("files_mb", "most_mb", "serving_mb", "of_allowed")
+# Prints the seconds of importing torch and of reading files, in a process of its own.
 BASELINE = """
 import sys, time
 began_s = time.perf_counter()
 import torch
 imported_s = time.perf_counter()
-from safetensors.torch import load_file
 for file in sys.argv[1:]:
-    for tensor in load_file(file).values():
-        tensor.clone()
+    torch.frombuffer(bytearray(open(file, "rb").read()), dtype=torch.uint8).clone()
 print(imported_s - began_s, time.perf_counter() - imported_s)
 """
 
 
-@dataclass(frozen=True, slots=True)
-class StartupMeasurement:
-    """Medians of starts of one service on one model. `seconds`: by phase, as the replica logs them."""
-
-    service: str
-    model: str
-    seconds: dict[str, float]
-    total_s: float  # process start to ready, as its parent sees it
-    torch_s: float
-    read_s: float
-
-    @property
-    def beyond_s(self) -> float:
-        """What is neither the import of torch nor the reading of the weights."""
-        return self.total_s - self.torch_s - self.read_s
+def anonymous_bytes(pid: int) -> int:
+    """Of a process, in memory; 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-def make_large_model(folder: Path) -> Path:
-    """Writes a Llama of 135M parameters in bfloat16, with a tokenizer of as many strings. Imports torch."""
-    import torch
+@contextmanager
+def watched(pid: int) -> Iterator[list[int]]:
+    """Meanwhile the anonymous memory of a process is added to the list."""
+    readings, is_over = [0], threading.Event()
 
-    from bench.gpu_models import Shape, write_folder
+    def watch() -> None:
+        while not is_over.wait(PAUSE_S):
+            readings.append(anonymous_bytes(pid))
 
-    shape = Shape(LARGE_NAME, 576, 30, 9, 3, 1536, 49152, is_tied=True, positions=2048)
-    return write_folder(folder, shape, torch.bfloat16)
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield readings
+    finally:
+        is_over.set()
+        watching.join()
 
 
-def start_once(service: str, model: Path) -> tuple[dict[str, float], float]:
-    """Starts and stops a replica; returns its logged phases and the seconds until it was ready."""
+def start_once(service: str, model: Path, turn: int = 0) -> Values:
+    """Starts and stops a replica. Raises ConfigError where it does not start, ModelRefused for its folder."""
+    files = open_model_folder(str(model)).weight_files
+    done = subprocess.run(python_command("-c", BASELINE, *map(str, files)), stdout=subprocess.PIPE, check=True)
+    torch_s, read_s = map(float, done.stdout.split())
     arguments = ["--model", str(model), "--port", "0", "--log-level", "debug", "--drain-grace-s", "1"]
-    with tempfile.TemporaryFile("w+") as log:
+    with TemporaryFile("w+") as log:
         began_s = time.perf_counter()
-        with Child(service, arguments, stderr=log) as child:
+        with Child(service, arguments, stderr=log) as child, watched(child.process.pid) as readings:
             child.wait_ready(READY_TIMEOUT_S)
             total_s = time.perf_counter() - began_s
+            serving = anonymous_bytes(child.process.pid)
         log.seek(0)
         lines = [json.loads(line) for line in log if line.startswith("{")]
-    (seconds,) = [line["seconds"] for line in lines if line["event"] == "startup"]
-    return seconds, total_s
+    (phases,) = [line["seconds"] for line in lines if line["event"] == "startup"]
+    sizes = [file.stat().st_size for file in files]
+    allowed = OVER_SERVING * serving + max(sizes)
+    seconds = dict(zip(SECONDS, (total_s, torch_s, read_s, total_s - torch_s - read_s)))
+    memory = dict(zip(MEMORY, (sum(sizes) / MB, max(readings) / MB, serving / MB, max(readings) / allowed)))
+    return seconds | memory | {f"phase {name}": own for name, own in phases.items()}
 
 
-def baseline_s(model: Path) -> tuple[float, float]:
-    """Seconds of importing torch, and of reading the model's weights after that."""
-    files = [str(file) for file in sorted(model.glob("*.safetensors"))]
-    done = subprocess.run(python_command("-c", BASELINE, *files), capture_output=True, text=True, check=True)
-    torch_s, read_s = map(float, done.stdout.split())
-    return torch_s, read_s
+class Startup:
+    """See the module."""
 
+    name = "startup"
+    about = "from the start of a replica's process to SERVING: seconds, and memory"
+    turns, quick_turns, minutes = 5, 1, 4
 
-def measure(service: str, name: str, model: Path, repeats: int) -> StartupMeasurement:
-    """Returns the medians of several starts, in turns with those of a process that only imports and reads."""
-    starts: list[tuple[dict[str, float], float]] = []
-    baselines = []
-    for _ in track(range(repeats), f"{service} {name}", console=Console(stderr=True)):
-        baselines.append(baseline_s(model))
-        starts.append(start_once(service, model))
-    torch_s, read_s = (statistics.median(column) for column in zip(*baselines))
-    seconds = {phase: statistics.median(one.get(phase, 0.0) for one, _ in starts) for phase in starts[0][0]}
-    return StartupMeasurement(
-        service, name, seconds, statistics.median(total_s for _, total_s in starts), torch_s, read_s
-    )
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        pass
 
+    def cells(self, asked: argparse.Namespace) -> list[Cell]:
+        return [{"service": service, "model": model} for service, model in (CASES[:2] if asked.quick else CASES)]
 
-def table_of(measurements: Iterable[StartupMeasurement]) -> Table:
-    """One line per service and model."""
-    shown = list(measurements)
-    phases = list(dict.fromkeys(phase for one in shown for phase in one.seconds))
-    table = Table(title="from the start of the process to SERVING, seconds (medians)")
-    for name in ("service", "model", *phases, "total", "torch alone", "weights alone", "beyond both"):
-        table.add_column(name, justify="left" if name in ("service", "model") else "right")
-    for one in shown:
-        numbers = [*(one.seconds.get(phase, 0.0) for phase in phases), one.total_s]
-        numbers += [one.torch_s, one.read_s, one.beyond_s]
-        table.add_row(one.service, one.model, *(f"{number:.2f}" for number in numbers))
-    return table
+    @contextmanager
+    def prepared(self, asked: argparse.Namespace) -> Iterator[Prepared]:
+        with TemporaryDirectory() as scratch:
 
+            def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
+                service, model = str(cell["service"]), str(cell["model"])
+                shipped = {"target": TARGET_MODEL, "draft": DRAFT_MODEL}[service]
+                folder = shipped if model == SHIPPED else write_model(model, Path(scratch) / model)
+                return {START: partial(start_once, service, folder)}
 
-def bars_of(measurements: Iterable[StartupMeasurement]) -> list[Bar]:
-    """Seconds beyond torch and weights."""
-    return [
-        worst_of(
-            "start to SERVING beyond importing torch and reading the weights, s",
-            BEYOND_S_MAX,
-            {f"{one.service} {one.model}": one.beyond_s for one in measurements},
-            is_limit=True,
-        )
-    ]
+            yield contenders
 
+    def tables(self, results: Results) -> list[Table]:
+        names = [f"{cell['service']}, {cell['model']}" for cell in results.cells()]
+        measures = dict.fromkeys(own for _, found in results.found for own in found[START] if own.startswith("phase "))
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3, help="starts of each (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="the embedded pair only, one start of each")
-    parser.add_argument("--json", type=Path, default=Path("out/startup.json"), help="file (%(default)s)")
-    add_check_flag(parser)
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        cases: list[tuple[str, str, Callable[[], Path]]] = [
-            ("target", "embedded", lambda: TARGET_MODEL),
-            ("draft", "embedded", lambda: DRAFT_MODEL),
+        def table(name: str, about: str, columns: Sequence[str], of: Sequence[str]) -> Table:
+            medians = [[results.median(cell, START, own) for own in of] for cell in results.cells()]
+            rows = [[name, *map(shown, own)] for name, own in zip(names, medians)]
+            return Table(name, about, ["", *columns], rows)
+
+        phases = [own.removeprefix("phase ") for own in measures]
+        columns = [*phases, "in all", "torch alone", "files alone", f"beyond both (bar {BEYOND_S_MAX:g})"]
+        about = "from the start of a replica's process to SERVING, seconds"
+        sizes = ["files", "at most", "serving", f"at most / ({OVER_SERVING} serving + file), bar 1"]
+        return [
+            table("seconds", about, columns, [*measures, *SECONDS]),
+            table("memory", "anonymous memory of a replica that starts, MB", sizes, MEMORY),
         ]
-        if not asked.quick:
-            cases += [("target", LARGE_NAME, lambda: make_large_model(Path(folder)))]
-        measurements: list[StartupMeasurement] = []
-        for service, name, model in cases:
-            measurements.append(measure(service, name, model(), 1 if asked.quick else asked.repeats))
-    console = Console(width=170)
-    console.print(table_of(measurements))
-    bars = bars_of(measurements)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    written: Mapping[str, object] = {
-        "cores": os.cpu_count(),
-        "measurements": [asdict(one) | {"beyond_s": one.beyond_s} for one in measurements],
-        "bars": as_json(bars),
-    }
-    asked.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return conclude(bars, console, asked.check)
 
+    def bars(self, results: Results) -> Sequence[Bar]:
+        def medians(measure: str) -> dict[str, float]:
+            found = {
+                ", ".join(map(str, cell.values())): results.median(cell, START, measure) for cell in results.cells()
+            }
+            return {name: value for name, value in found.items() if value is not None}
+
+        claim = "start to SERVING beyond importing torch and reading the weights, s"
+        most = f"most memory at the start / ({OVER_SERVING} of serving's and the largest file)"
+        return [
+            worst_of(claim, BEYOND_S_MAX, medians("beyond"), is_limit=True),
+            worst_of(most, 1.0, medians("of_allowed"), is_limit=True),
+        ]
+
+
+BENCHMARK = Startup()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

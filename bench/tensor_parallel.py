@@ -1,301 +1,90 @@
 """`python -m bench.tensor_parallel`: an engine step and the memory of a rank, by the number of ranks.
 
-Random weights of a Llama shape are enough: neither depends on what the weights say. All variants (one rank with one
-thread, one process with two, ranks with one thread each) live side by side and take blocks of steps in turn; those that
-wait sleep. Memory is the peak of a rank by the kernel, beside that of a tiny model.
+One rank with one thread, one with two, and two with one thread each live side by side and take turns of ten steps;
+those that wait sleep. Memory is the peak of the fullest rank by the kernel, less that of a rank of a tiny model.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
 
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from specdec.engine.cache.kv_cache import KVCache
-from specdec.engine.interface import CausalModel, Chunk, RaggedBatch
-from specdec.engine.loading.model import load_model
-from specdec.engine.parallel.group import Ending
-from specdec.engine.parallel.rank import ModelSource, load_leader, run_follower
-from specdec.engine.parallel.rank_config import RankPlace, listen
-from tests.support.harness import TARGET_MODEL
-from tests.support.processes import module_command
+from bench.bars import Bar, worst_of
+from bench.results import Cell, Results, Table, shown
+from bench.runner import Contender, Prepared, Values, main
+from tests.support.rank_processes import HEADS, SHAPE, TINY_SHAPE, Ranks, Variant, measure_memory, running, write_model
 
-SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11}  # 82 million weights
-TINY_SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1}
-HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4}
-VOCABULARY_SIZE, POSITIONS_MAX = 8192, 1024
-ROW_COUNTS = (1, 5, 8)
-SEQUENCE_COUNTS = (1, 8)
-CACHED_COUNT = 256  # tokens before the step
-BLOCK_STEPS = 10  # steps of one variant before the next has its turn
-BLOCK_SIZE = 64
+ONE, TWO_THREADS, TWO_RANKS = Variant(1, 1), Variant(1, 2), Variant(2, 1)
+VARIANTS = (ONE, TWO_THREADS, TWO_RANKS)
+SHAPES = ((1, 1), (1, 5), (1, 8), (8, 5))  # sequences, rows of each
+RANK_COUNTS = (1, 2, 4)  # whose memory is measured
+STEPS = 10  # of a turn
+OF_ONE, STRETCH = 0.7, 0.6  # a step of two ranks over one's, at most
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Ranks and threads of each."""
+class TensorParallel:
+    """See the module."""
 
-    rank_count: int
-    thread_count: int
+    name = "tensor_parallel"
+    about = "a step of 82 million weights in bfloat16 after 256 tokens, by ranks and threads, and a rank's memory"
+    turns, quick_turns, minutes = 9, 2, 3
 
-    @property
-    def name(self) -> str:
-        ranks = "1 rank" if self.rank_count == 1 else f"{self.rank_count} ranks"
-        return f"{ranks}, {self.thread_count} thread{'s' if self.thread_count > 1 else ''}"
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        pass
 
+    def cells(self, asked: argparse.Namespace) -> list[Cell]:
+        return [{"sequences": sequences, "rows": rows} for sequences, rows in (SHAPES[:2] if asked.quick else SHAPES)]
 
-@dataclass(frozen=True, slots=True)
-class StepMeasurement:
-    """A median step in milliseconds, and its ratio to the first variant's of the same run."""
+    @contextmanager
+    def prepared(self, asked: argparse.Namespace) -> Iterator[Prepared]:
+        with TemporaryDirectory() as scratch:
+            folder = write_model(Path(scratch) / "model", SHAPE | HEADS, torch.bfloat16)
+            tiny_folder = write_model(Path(scratch) / "tiny", TINY_SHAPE | HEADS, torch.bfloat16)
+            memory = measure_memory(folder, tiny_folder, RANK_COUNTS[:2] if asked.quick else RANK_COUNTS)
+            with running(folder, VARIANTS) as started:
 
-    variant: str
-    sequence_count: int
-    row_count: int
-    step_ms: float
-    ratio: float
+                def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
+                    results.notes["mib"] = {own.variant: [own.peak_mib, own.model_mib] for own in memory}
+                    shape = int(cell["sequences"]), int(cell["rows"])
+                    return {ranks.variant.name: partial(self._step_ms, ranks, shape) for ranks in started}
 
+                yield contenders
 
-@dataclass(frozen=True, slots=True)
-class MemoryMeasurement:
-    """The peak memory of the fullest rank, in MiB, and without that of a tiny model."""
+    def _step_ms(self, ranks: Ranks, shape: tuple[int, int], turn: int) -> Values:
+        return {"ms": statistics.median(ranks.time_steps(*shape, STEPS)) * 1e3}
 
-    variant: str
-    peak_mib: float
-    model_mib: float
+    def tables(self, results: Results) -> list[Table]:
+        rows = []
+        for cell in results.cells():
+            times = (shown(results.median(cell, own.name, "ms")) for own in VARIANTS)
+            ratio = results.ratio(cell, TWO_RANKS.name, ONE.name, "ms")
+            told = ratio.short(OF_ONE, is_limit=True) if ratio else ""
+            rows.append([f"{cell['sequences']} × {cell['rows']}", *times, told])
+        columns = ["sequences × rows, ms", *(own.name for own in VARIANTS), f"2 ranks / 1 (bar {OF_ONE})"]
+        memory = [[name, *map(shown, sizes)] for name, sizes in results.notes.get("mib", {}).items()]
+        return [
+            Table("steps", self.about, columns, rows),
+            Table("memory", "peak memory of the fullest rank, MiB", ["", "in all", "of the model"], memory),
+        ]
 
-
-def write_model(folder: Path, shape: dict[str, Any], dtype: torch.dtype) -> Path:
-    """A Llama of random weights with the shipped tokenizer."""
-    config = transformers.LlamaConfig(
-        **shape, vocab_size=VOCABULARY_SIZE, max_position_embeddings=POSITIONS_MAX, tie_word_embeddings=False
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    model.to(dtype)  # type: ignore[arg-type]  # a wrapper of transformers hides the types of `to`
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_bytes((TARGET_MODEL / "tokenizer.json").read_bytes())
-    return folder
-
-
-def block_count() -> int:
-    """Blocks of the cache, the zero block included: all sequences side by side."""
-    return 1 + max(SEQUENCE_COUNTS) * -(-(CACHED_COUNT + max(ROW_COUNTS)) // BLOCK_SIZE)
-
-
-def cache_bytes() -> int:
-    """Bytes of the cache of SHAPE in float32, all ranks together."""
-    head_size = SHAPE["hidden_size"] // HEADS["num_attention_heads"]
-    return 2 * 4 * SHAPE["num_hidden_layers"] * HEADS["num_key_value_heads"] * head_size * block_count() * BLOCK_SIZE
+    def bars(self, results: Results) -> Sequence[Bar]:
+        found = {
+            f"{cell['sequences']} × {cell['rows']}": results.ratio(cell, TWO_RANKS.name, ONE.name, "ms")
+            for cell in results.cells()
+        }
+        ratios = {name: ratio.median for name, ratio in found.items() if ratio}
+        return [worst_of("a step of two ranks / of one, one thread each", OF_ONE, ratios, True, STRETCH)]
 
 
-class Texts:
-    """Cached texts, and steps that run the same rows after them again and again."""
-
-    def __init__(self, model: CausalModel) -> None:
-        self.model = model
-        self._cache = KVCache(block_count(), BLOCK_SIZE, model.allocate(block_count(), BLOCK_SIZE))
-        self._tables = [self._cache.reserve(CACHED_COUNT + max(ROW_COUNTS)) for _ in range(max(SEQUENCE_COUNTS))]
-        self._ids = torch.randint(1, 4096, (CACHED_COUNT + max(ROW_COUNTS),)).tolist()
-        for table in self._tables:
-            model.forward(RaggedBatch((Chunk(table.block_ids, 0, self._ids[:CACHED_COUNT], 0),)))
-
-    def time_steps(self, sequence_count: int, row_count: int, step_count: int) -> list[float]:
-        """Seconds of each step, after one that is not counted."""
-        ids = self._ids[CACHED_COUNT : CACHED_COUNT + row_count]
-        tables = self._tables[:sequence_count]
-        batch = RaggedBatch(tuple(Chunk(table.block_ids, CACHED_COUNT, ids, row_count) for table in tables))
-        times = []
-        for _ in range(step_count + 1):
-            started_s = time.perf_counter()
-            self.model.forward(batch)
-            times.append(time.perf_counter() - started_s)
-        return times[1:]
-
-
-def work(folder: str, rank: int, rank_count: int, port: int, threads: int) -> None:
-    """One rank process: rank 0 reads "sequences rows steps" lines and answers with times; the others follow."""
-    torch.set_num_threads(threads)
-    sys.setswitchinterval(0.0005)
-    source = ModelSource(folder)
-    if rank:
-        run_follower(source, RankPlace(rank, rank_count, "127.0.0.1", port))
-        return
-    close: Callable[[], None] = lambda: None  # noqa: E731
-    if rank_count == 1:
-        model: CausalModel = load_model(folder)
-    else:
-        listener = listen("127.0.0.1")
-        print(json.dumps(listener.getsockname()[1]), flush=True)
-        place = RankPlace(0, rank_count, "127.0.0.1", listener.getsockname()[1], listener)
-        model = leader = load_leader(source, place, Ending(lambda loss: None), lambda what, share: None)
-        close = leader.close
-    texts = Texts(model)
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(texts.time_steps(*map(int, line.split()))), flush=True)
-    close()
-
-
-class Ranks:
-    """One variant's processes."""
-
-    def __init__(self, folder: Path, variant: Variant) -> None:
-        self.variant = variant
-        self._folder = folder
-        self._processes: list[subprocess.Popen[str]] = [self._start(0, 0)]
-        if variant.rank_count > 1:
-            port = self._answer()
-            self._processes += [self._start(rank, port) for rank in range(1, variant.rank_count)]
-        self._answer()
-
-    def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
-        numbers = map(str, (rank, self.variant.rank_count, port, self.variant.thread_count))
-        command = module_command("bench.tensor_parallel", "--work", str(self._folder), *numbers)
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def _answer(self) -> Any:
-        pipe = self._processes[0].stdout
-        assert pipe is not None
-        line = pipe.readline()
-        if not line:
-            raise RuntimeError(f"{self.variant.name}: rank 0 ended")
-        return json.loads(line)
-
-    def time_steps(self, sequence_count: int, row_count: int, step_count: int) -> list[float]:
-        """Seconds of each step."""
-        rank_0 = self._processes[0]
-        print(sequence_count, row_count, step_count, file=rank_0.stdin, flush=True)
-        times_s: list[float] = self._answer()
-        return times_s
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory the fullest rank ever had."""
-        return max(_peak_bytes(process.pid) for process in self._processes)
-
-    def stop(self) -> None:
-        pipe = self._processes[0].stdin
-        assert pipe is not None
-        pipe.close()
-        for process in self._processes:
-            process.wait(20)
-
-
-def _peak_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-
-
-@contextmanager
-def running(folder: Path, variants: Sequence[Variant]) -> Iterator[list[Ranks]]:
-    """The variants' processes, all ready; stopped at the end."""
-    started: list[Ranks] = []
-    try:
-        for variant in variants:
-            started.append(Ranks(folder, variant))
-        yield started
-    finally:
-        for ranks in started:
-            ranks.stop()
-
-
-def measure_steps(folder: Path, variants: Sequence[Variant], turn_count: int) -> list[StepMeasurement]:
-    """Medians over blocks taken in turn: A B C A B C."""
-    measurements = []
-    with running(folder, variants) as started:
-        for sequence_count, row_count in [(1, rows) for rows in ROW_COUNTS] + [(max(SEQUENCE_COUNTS), 5)]:
-            times: dict[str, list[float]] = {variant.name: [] for variant in variants}
-            for _ in range(turn_count):
-                for ranks in started:
-                    times[ranks.variant.name] += ranks.time_steps(sequence_count, row_count, BLOCK_STEPS)
-            medians = {name: statistics.median(steps) * 1e3 for name, steps in times.items()}
-            first = medians[variants[0].name]
-            measurements += [
-                StepMeasurement(name, sequence_count, row_count, ms, ms / first) for name, ms in medians.items()
-            ]
-    return measurements
-
-
-def measure_memory(folder: Path, tiny_folder: Path, rank_counts: Sequence[int]) -> list[MemoryMeasurement]:
-    """One variant after another, each alone."""
-    measurements = []
-    for rank_count in rank_counts:
-        variant = Variant(rank_count, 1)
-        peaks = []
-        for each in (folder, tiny_folder):
-            with running(each, [variant]) as (ranks,):
-                peaks.append(ranks.peak_bytes / 2**20)
-        measurements.append(MemoryMeasurement(variant.name, peaks[0], peaks[0] - peaks[1]))
-    return measurements
-
-
-def show(steps: list[StepMeasurement], memory: list[MemoryMeasurement], weights_mib: float, console: Console) -> None:
-    """Two tables."""
-    table = Table(title=f"One step, {CACHED_COUNT} tokens cached (medians, ms)")
-    for column in ("variant", "sequences × rows", "step", "of one rank with one thread"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for step in steps:
-        shape = f"{step.sequence_count} × {step.row_count}"
-        table.add_row(step.variant, shape, f"{step.step_ms:.2f}", f"{step.ratio:.2f}")
-    console.print(table)
-    table = Table(title=f"Peak memory of the fullest rank (MiB); the weights file has {weights_mib:.0f}")
-    for column in ("variant", "peak", "of the model"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for measurement in memory:
-        table.add_row(measurement.variant, f"{measurement.peak_mib:.0f}", f"{measurement.model_mib:.0f}")
-    console.print(table)
-
-
-def bars_of(steps: Sequence[StepMeasurement]) -> list[Bar]:
-    """A step of two ranks, one thread each, against one rank's with one thread."""
-    two = [step for step in steps if step.variant == Variant(2, 1).name]
-    shapes = {f"{step.sequence_count} x {step.row_count} rows": step.ratio for step in two}
-    return [worst_of("a step of two ranks / of one, one thread each", 0.7, shapes, is_limit=True, stretch=0.6)]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", help="element type (default: %(default)s)")
-    parser.add_argument("--blocks", type=int, default=9, help="interleaved blocks of ten steps (default: %(default)s)")
-    parser.add_argument("--ranks", default="1,2,4", help="counts to measure memory for (default: %(default)s)")
-    parser.add_argument("--json", type=Path, default=Path("out/tensor_parallel.json"), help="file (%(default)s)")
-    add_check_flag(parser)
-    parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.work:
-        work(asked.work[0], *map(int, asked.work[1:]))
-        return 0
-    dtype = getattr(torch, asked.dtype)
-    with tempfile.TemporaryDirectory() as name:
-        folder = write_model(Path(name) / "model", SHAPE | HEADS, dtype)
-        tiny_folder = write_model(Path(name) / "tiny", TINY_SHAPE | HEADS, dtype)
-        weights_mib = (folder / "model.safetensors").stat().st_size / 2**20
-        steps = measure_steps(folder, (Variant(1, 1), Variant(1, 2), Variant(2, 1)), asked.blocks)
-        memory = measure_memory(folder, tiny_folder, [int(count) for count in asked.ranks.split(",")])
-    show(steps, memory, weights_mib, Console())
-    bars = bars_of(steps)
-    hardware = {"cpu": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__, "dtype": asked.dtype}
-    measurements: dict[str, Any] = {"hardware": hardware, "steps": [asdict(s) for s in steps]}
-    measurements |= {"memory": [asdict(m) for m in memory], "bars": as_json(bars)}
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(measurements, indent=2) + "\n", encoding="utf-8")
-    return conclude(bars, Console(), asked.check)
-
+BENCHMARK = TensorParallel()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

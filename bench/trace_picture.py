@@ -11,9 +11,9 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from bench.plot import require
 from specdec.cli.trace_view import FOLD_FROM
 from specdec.errors import ConfigError, SpecdecError
 from specdec.traces.reader import Line, TraceTree, resource_spans, spans_of
@@ -34,7 +34,8 @@ def lines_until(tree: TraceTree, until_ms: float) -> list[Line]:
 
 def picture(tree: TraceTree, until_ms: float, file: Path) -> None:
     """Draws the waterfall. Raises ConfigError without matplotlib, or for too many spans."""
-    require()
+    if not find_spec("matplotlib"):
+        raise ConfigError("pictures need matplotlib: install specdec with its extra, `pip install 'specdec[bench]'`")
     import matplotlib
 
     matplotlib.use("Agg")

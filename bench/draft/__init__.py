@@ -1,1 +1,1 @@
-"""The benchmark of the draft: `python -m bench.draft`. `__main__` describes the measurements."""
+"""The draft's step, measured without its service."""

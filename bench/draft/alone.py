@@ -2,7 +2,7 @@
 
 Only `DraftAlone` knows the service's inside: items go into the handler, the service chooses a step, the engine runs it,
 and answers come out. A step contains all of that except the handling of commits: choosing, feeding, forward pass,
-guesses or draft distributions, the tree, the answers.
+guesses or draft distributions, the tree, the answers. Sessions read held-out texts, committed token by token.
 """
 
 from __future__ import annotations
@@ -10,24 +10,78 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.draft.reader import SPARE_TOKENS, Reader, texts_of
+from tokenizers import Tokenizer
+
 from specdec.config import DraftSettings
 from specdec.draft_service.service import DRAFT
 from specdec.engine.loading.model import load_model
 from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import SpecdecError
-from specdec.protocol.items import Close, DraftItem, Nodes
+from specdec.protocol.items import Close, Commit, DraftItem, Extend, Nodes, Open
 from specdec.protocol.types import ResolvedSamplingParams
 from specdec.replica.handler import ItemHandler
 from specdec.replica.loading import describe
 from specdec.telemetry.tracing import Tracing
+from tests.support.harness import DRAFT_MODEL, heldout_prompts
 
 STREAM = "benchmark"
+WINDOW = 32
+SPARE_TOKENS = 400  # tokens of a text beyond its context, committed during the measurement
+NODES_A_COMMIT = {1: 12, 2: 12}  # by nodes per step
+NODES_A_COMMIT_MAX = 16  # of wider trees: often hardly more nodes are likely enough to be evaluated
 BLOCK_SIZE, CACHE_POSITIONS = 64, 1 << 16
 FULL_SHARE = 0.75  # of a step's requested nodes: a tree with few likely nodes evaluates fewer
 TRIES_PER_STEP = 8  # steps tried per full step needed, before the rest is given up
+
+
+def texts_of(count: int, length: int) -> list[tuple[int, ...]]:
+    """Returns `count` different pieces of held-out text of `length` tokens each. The text is real: below its own
+    guesses a small model soon repeats itself with certainty, and its tree is a chain."""
+    tokenizer = Tokenizer.from_file(str(DRAFT_MODEL / "tokenizer.json"))
+    stock = list(itertools.chain.from_iterable(tokenizer.encode(prompt).ids for prompt in heldout_prompts().values()))
+    shift = (len(stock) - length) // count
+    return [tuple(stock[index * shift : index * shift + length]) for index in range(count)]
+
+
+@dataclass(slots=True)
+class Reader:
+    """The coordinator's side of one session on a text, of which `length` tokens are committed; `fresh_count` nodes came
+    since the last commit."""
+
+    number: int
+    text: Sequence[int]
+    length: int
+    nodes_per_step: int
+    fresh_count: int = 0
+
+    def opening(self, params: ResolvedSamplingParams, vocabulary_size: int) -> list[DraftItem]:
+        """Opens the session with one node to grow, so that all is fed before anything is timed."""
+        name, context = (self.number, 1), self.length
+        own = replace(params, seed=self.number)  # no two sessions share their noise
+        opened = Open(*name, own, len(self.text) + WINDOW, vocabulary_size)
+        fed = Commit(*name, context, tuple(self.text[context - 1 : context]), window=1, wait_length=1)
+        return [opened, Extend(*name, 0, tuple(self.text[: context - 1])), fed]
+
+    def take(self, nodes: Nodes) -> int:
+        """Counts an answer's evaluated nodes, each of which has one proposal child, and returns their number."""
+        count = sum(node.proposal for node in nodes.nodes)
+        self.fresh_count += count
+        return count
+
+    @property
+    def is_grown(self) -> bool:
+        """Whether the next token is due, before the draft runs out of likely nodes."""
+        return self.fresh_count >= NODES_A_COMMIT.get(self.nodes_per_step, NODES_A_COMMIT_MAX)
+
+    def commit(self) -> Commit:
+        """The next token of the text; it tells of a wait: the nodes of every step come at once."""
+        self.fresh_count = 0
+        self.length += 1
+        token_id = self.text[self.length - 1]
+        return Commit(self.number, 1, self.length, (token_id,), WINDOW, self.nodes_per_step, wait_length=1)
 
 
 class DraftAlone:

@@ -1,1 +1,1 @@
-"""The benchmark of the engine's steps, in one process and without services: `specdec bench engine`."""
+"""The engine alone, without services: its steps, sequences side by side, and its sampler."""

@@ -1,180 +1,155 @@
-"""`python -m bench.engine`: the engine's step by rows, sequences and context, its streams and its sampler.
+"""`python -m bench.engine`: plain decoding of many sequences by the engine alone, without services, and its sampler.
 
-One process, no services. For the shipped pair and the deepened target (bench/deepened.py): time of a step and its ratio
-to the memory limit, its products beside torch's, plain decoding of many streams with the time outside the forward pass,
-and sampler and noise by vocabulary. Prints tables and the bar, writes JSON and a picture.
+Sequences decode greedily, a token of each in a step. What a step takes beside the forward pass and the sampler is
+preparing feeds and cache and delivering results. The sampler is timed for one verification, also with large
+vocabularies. One thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
-from bench import deepened, plot
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.engine import tables
-from bench.engine.bandwidth import LARGE_BYTES, Reader
-from bench.engine.picture import picture
-from bench.engine.products import ProductMeasurement, measure_products
-from bench.engine.sampler import VOCABULARIES, SamplerMeasurement, measure_sampler
-from bench.engine.steps import (
-    CONTEXTS,
-    ROWS,
-    SEQUENCES,
-    StepMeasurement,
-    measure_steps,
-    shapes_of,
-)
-from bench.engine.streams import STREAMS, StreamMeasurement, measure_streams
-from specdec.engine.cpu.backend import CpuBackend
+from bench.bars import Bar, worst_of
+from bench.deepened import load, write_deepened
+from bench.engine.sampler import ALL_PARAMS, made_up_logits, request_of, sampler_ms
+from bench.engine.steps import BLOCK_SIZE
+from bench.results import Cell, Results, Table, shown
+from bench.runner import Contender, Prepared, Values, main
+from specdec.decoding.verification import VerificationRequest, verify
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.interface import CausalModel
+from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.runner import StepReport
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import SpecdecError
-from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.folders import CHAT_MODEL
+from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
 
-MODELS = ("deepened", "target", "draft")
-QUICK = {
-    "models": ["deepened"],
-    "sequences": [1, 4, 16],
-    "contexts": [64, 256],
-    "vocabularies": [4096, 128256],
-    "rounds": 3,
-    "tokens": 24,
-}
+DEEPENED, CHAT = "deepened target, bfloat16", "chat model, 4 bits"
+COUNTS = (1, 8, 16, 32)  # sequences at once
+VOCABULARIES, ROWS = (4096, 49152, 151936), (1, 5)
+CONTEXT, TOKENS = 64, 48  # of a sequence: its prompt, and what it decodes in a turn
+PARAMS = ResolvedSamplingParams(Rule.GREEDY, 0, CONTEXT, temperature=0)
+PARTS = ("forward", "sampler", "outside")  # of a step
 
 
-def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(%(default)s)")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="(%(default)s)")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="of one sequence (%(default)s)")
-    parser.add_argument("--sequences", type=int, nargs="+", default=list(SEQUENCES), help="of a step (%(default)s)")
-    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="cached tokens (%(default)s)")
-    parser.add_argument("--streams", type=int, nargs="+", default=list(STREAMS), help="decoding at once (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=48, help="of a stream in a block (%(default)s)")
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES), help="(%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=11, help="each measures every shape once (%(default)s)")
-    parser.add_argument(
-        "--extra-layers", type=int, default=deepened.EXTRA_LAYERS_DEFAULT, help="of the deepened target"
-    )
-    parser.add_argument("--quick", action="store_true", help="about two minutes: one model, few shapes, few rounds")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of JSON and picture (%(default)s)")
-    add_check_flag(parser)
-    if parser.parse_known_args(arguments)[0].quick:
-        parser.set_defaults(**QUICK)
-    return parser.parse_args(arguments)
+class Sequences:
+    """An engine, run by its caller's thread, whose sequences decode TOKENS tokens each and end."""
+
+    def __init__(self, model: CausalModel, count_max: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        size = (count_max, CONTEXT)
+        self._prompts = torch.randint(1, model.description.vocabulary_size, size, generator=generator).tolist()
+        self._capacity = CONTEXT + TOKENS + 1
+        block_count = 1 + count_max * -(-self._capacity // BLOCK_SIZE)
+        self.engine = Engine(model, block_count, BLOCK_SIZE, verify)
+        self.texts: list[list[int]] = []  # of the last turn: prompt and decoded tokens
+
+    def decode(self, count: int) -> Values:
+        """Prompts first, which are not timed, then all side by side. Raises the engine's error of a feed."""
+        texts = {self.engine.cache.reserve(self._capacity): list(prompt) for prompt in self._prompts[:count]}
+        for table, text in texts.items():
+            self._step({table: text})
+        began_s = time.perf_counter()
+        reports = [self._step(texts) for _ in range(TOKENS)]
+        step_ms = (time.perf_counter() - began_s) / TOKENS * 1e3
+        for table in texts:
+            self.engine.cache.release(table)
+        self.texts = list(texts.values())
+        forward_ms = statistics.fmean(own.forward_s for own in reports) * 1e3
+        own_ms = statistics.fmean(own.sampling_s for own in reports) * 1e3
+        parts = dict(zip(PARTS, (forward_ms, own_ms, step_ms - forward_ms - own_ms)))
+        return {"tokens_per_s": count * 1e3 / step_ms, "step": step_ms, **parts}
+
+    def _step(self, texts: dict[BlockTable, list[int]]) -> StepReport[SamplerOutput]:
+        feeds = [
+            Feed(table, table.length, text[table.length :], 1, VerificationRequest(PARAMS, len(text) - CONTEXT, text))
+            for table, text in texts.items()
+        ]
+        report = self.engine.run(feeds)
+        for text, outcome in zip(texts.values(), report.outcomes, strict=True):
+            if not isinstance(outcome, SamplerOutput):
+                raise outcome or SpecdecError("a step without logits")
+            text.append(outcome.recovered_token_ids[0])
+        return report
 
 
-@contextlib.contextmanager
-def folders(extra_layers: int) -> Iterator[dict[str, Path]]:
-    """The models by name; the deepened one is written for the time being."""
-    with tempfile.TemporaryDirectory() as scratch:
-        deep = deepened.write_deepened(Path(scratch) / "deepened", extra_layers)
-        yield {"deepened": deep, "target": TARGET_MODEL, "draft": DRAFT_MODEL}
+def name_of(count: int) -> str:
+    return f"{count} sequence{'s' * (count > 1)}"
 
 
-def measure(
-    asked: argparse.Namespace, advance: Callable[[str], None]
-) -> tuple[list[StepMeasurement], list[ProductMeasurement], list[StreamMeasurement], list[SamplerMeasurement]]:
-    """Runs all requested measurements; `advance` is called with the name of each finished part."""
-    steps: list[StepMeasurement] = []
-    products: list[ProductMeasurement] = []
-    streams: list[StreamMeasurement] = []
-    shapes = shapes_of(asked.rows, asked.sequences, asked.contexts)
-    with folders(asked.extra_layers) as found:
-        for name in asked.models:
-            for dtype in asked.dtypes:
-                model = deepened.load(found[name], dtype)
-                steps += measure_steps(model, name, shapes, asked.rounds, lambda: advance("steps"))
-                assert isinstance(model.backend, CpuBackend)
-                products += measure_products(
-                    name, model.backend.product_shapes, getattr(torch, dtype), asked.rounds, lambda: advance("products")
-                )
-                streams += measure_streams(
-                    model, name, asked.streams, asked.tokens, asked.rounds, lambda: advance("streams")
-                )
-    return steps, products, streams, measure_sampler(asked.vocabularies, 5 * asked.rounds, lambda: advance("sampler"))
+class EngineAlone:
+    """See the module."""
+
+    name = "engine"
+    about = "plain decoding of many sequences by the engine alone, one thread, and its sampler"
+    turns, quick_turns, minutes = 9, 2, 6
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        pass
+
+    def cells(self, asked: argparse.Namespace) -> list[Cell]:
+        models, sizes = ((DEEPENED,), VOCABULARIES[:1]) if asked.quick else ((DEEPENED, CHAT), VOCABULARIES)
+        decoding: list[Cell] = [{"model": model} for model in models]
+        return decoding + [{"vocabulary": size, "rows": rows} for size in sizes for rows in ROWS]
+
+    @contextmanager
+    def prepared(self, asked: argparse.Namespace) -> Iterator[Prepared]:
+        torch.set_num_threads(1)
+        with TemporaryDirectory() as scratch:
+            folders = {DEEPENED: str(write_deepened(Path(scratch))), CHAT: CHAT_MODEL}
+
+            def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
+                if "model" in cell:
+                    sequences = Sequences(load(folders[str(cell["model"])], "bfloat16"), max(COUNTS))
+                    return {name_of(count): partial(self._decoded, sequences, count) for count in COUNTS}
+                logits = made_up_logits(int(cell["rows"]), int(cell["vocabulary"]))
+                requests = {rule: request_of(params, logits) for rule, params in ALL_PARAMS.items()}
+                return {rule: partial(self._sampled, request, logits) for rule, request in requests.items()}
+
+            yield contenders
+
+    def _decoded(self, sequences: Sequences, count: int, turn: int) -> Values:
+        return sequences.decode(count)
+
+    def _sampled(self, request: VerificationRequest, logits: torch.Tensor, turn: int) -> Values:
+        return {"ms": sampler_ms(request, logits)}
+
+    def tables(self, results: Results) -> list[Table]:
+        decoding = [cell for cell in results.cells() if "model" in cell]
+        measures = ("tokens_per_s", "step", *PARTS)
+        rows = [
+            [f"{cell['model']}, {variant}", *(shown(results.median(cell, variant, own)) for own in measures)]
+            for cell in decoding
+            for variant in map(name_of, COUNTS)
+        ]
+        columns = ["", "tokens/s", "a step, ms", "its forward", "its sampler", "around both"]
+        sampling = [cell for cell in results.cells() if "vocabulary" in cell]
+        names = [f"{cell['vocabulary']:,} × {cell['rows']}" for cell in sampling]
+        lines = [[rule, *(shown(results.median(cell, rule, "ms")) for cell in sampling)] for rule in ALL_PARAMS]
+        return [
+            Table("sequences", "plain greedy decoding by the engine alone, one thread", columns, rows),
+            Table("sampler", "one verification by the sampler, ms, by vocabulary × rows", ["", *names], lines),
+        ]
+
+    def bars(self, results: Results) -> Sequence[Bar]:
+        cells = [cell for cell in results.cells() if "model" in cell]
+        found = {str(cell["model"]): results.ratio(cell, name_of(16), name_of(1), "tokens_per_s") for cell in cells}
+        gains = {model: ratio.median for model, ratio in found.items() if ratio}
+        return [worst_of("plain decoding by the engine alone, 16 sequences / 1", 5.0, gains, stretch=8.0)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    asked = options(arguments)
-    torch.set_num_threads(asked.threads)
-    console = Console(width=150)
-    piece_count = 3 * asked.rounds * len(asked.models) * len(asked.dtypes) + len(asked.vocabularies)
-    with Progress(console=console, transient=True) as shown:
-        task = shown.add_task("engine", total=piece_count)
-        try:
-            found = measure(asked, lambda what: shown.update(task, advance=1, description=what))
-        except SpecdecError as error:
-            console.print(f"{type(error).__name__}: {error}", style="red")
-            return 1
-    steps, products, streams, of_result = found
-    large_gb_per_s = Reader(LARGE_BYTES).gb_per_s()
-    for table in (
-        tables.row_table(steps),
-        *(tables.sequence_table(steps, rows) for rows in (1, 5)),
-        tables.product_table(products),
-        tables.stream_table(streams),
-        tables.sampler_table(of_result),
-    ):
-        console.print(table)
-    console.print(
-        f"{asked.threads} thread(s), {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}. The memory "
-        "limit: the bytes of a step's weights and cached positions, read as fast as a buffer of the weights' size was "
-        f"in the same rounds; from a buffer of {LARGE_BYTES >> 20} MiB memory gave {large_gb_per_s:.1f} GB/s."
-    )
-    bars = bars_of(streams)
-    save(asked, steps, products, streams, of_result, large_gb_per_s, bars)
-    return conclude(bars, console, asked.check)
-
-
-def bars_of(streams: Sequence[StreamMeasurement]) -> list[Bar]:
-    """Streams decoding at once, for every model and type."""
-    rates: dict[str, dict[int, float]] = {}
-    for own in streams:
-        rates.setdefault(f"{own.model} {own.dtype}", {})[own.streams] = own.tokens_per_s
-    gains = {name: own[16] / own[1] for name, own in rates.items() if 1 in own and 16 in own}
-    return [worst_of("plain decoding, 16 streams / 1, the engine alone", 5.0, gains, stretch=8.0)]
-
-
-def save(
-    asked: argparse.Namespace,
-    steps: Sequence[StepMeasurement],
-    products: Sequence[ProductMeasurement],
-    streams: Sequence[StreamMeasurement],
-    of_result: Sequence[SamplerMeasurement],
-    large_gb_per_s: float,
-    bars: Sequence[Bar],
-) -> None:
-    """The JSON, and the picture where it can be drawn."""
-    asked.out.mkdir(parents=True, exist_ok=True)
-    hardware = {
-        "threads": asked.threads,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "large_gb_per_s": large_gb_per_s,
-    }
-    run = {
-        "hardware": hardware,
-        "steps": [asdict(step) for step in steps],
-        "products": [asdict(one) for one in products],
-        "streams": [asdict(stream) for stream in streams],
-        "sampler": [asdict(one) for one in of_result],
-        "bars": as_json(bars),
-    }
-    (asked.out / "engine.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    if plot.is_possible():
-        picture(steps, streams, asked.out / "engine.png")
-
+BENCHMARK = EngineAlone()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

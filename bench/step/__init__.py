@@ -1,1 +1,1 @@
-"""A step of the engine on a CPU beside its limit, the reading of its weights, and beside llama.cpp."""
+"""A step of the engine on a CPU beside its limit, and what llama.cpp needs to serve the same weights."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.step.timing import Timed
 from specdec.errors import ConfigError
 from specdec.folders import cache_folder
 
@@ -28,6 +27,18 @@ INSTALLED_S_MAX, STOPPED_S_MAX, ANSWERED_S_MAX = 600.0, 10.0, 600.0
 SETTLE_S = 0.25  # its threads spin for a while after their last work
 # The fastest sampler that takes the likeliest token: others of its chain would only cost it time.
 GREEDY = {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One generation: the seconds of the whole request, by the client's clock, and its tokens."""
+
+    seconds: float
+    token_ids: tuple[int, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.token_ids) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,84 +1,54 @@
-"""The step of one sequence by its rows, in turns, beside reading: how near one row is to the limit, how flat more are.
+"""The step of one sequence by its rows, beside reading its weights once; and the same with a feature head loaded.
 
-The limit is the time to read the weights once, as the folder stores them, at the best rate at which the same threads
-read a gigabyte in the same turns. The reading loop is a sum of torch's: of its loops (products with a vector, maxima,
-numpy's sum too) it reads fastest, so the limit is the hardest to reach.
+The limit is the time to read the weights as they are stored, at the rate at which the same threads sum a gigabyte with
+torch in the same turn, the fastest of three times: of the reading loops tried (products with a vector, maxima, numpy's
+sum) it reads fastest, so the limit is the hardest to reach.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from bench.deepened import load
-from bench.engine.steps import BLOCK_SIZE, time_step
-from bench.proposers.steps import verification
-from bench.results import Ratio, ratio_of
-from specdec.engine.interface import Chunk, RaggedBatch
+from bench.engine.steps import cache_text, time_step, verification
+from bench.runner import Values
+from specdec.distill.eagle import head_sizes
+from specdec.engine.eagle.folder import load_eagle, target_facts
+from specdec.engine.eagle.model import EagleTarget
+from specdec.engine.eagle.network import EagleHead, default_layers
+from specdec.engine.loading.fitting import config_of
 from specdec.engine.loading.folder_files import WEIGHTS_FILE
 from specdec.engine.loading.gguf import read_gguf
-from specdec.engine.loading.model_folder import stored_tensors
+from specdec.engine.loading.model_folder import open_model_folder, stored_tensors
 from specdec.folders import GGUF_SUFFIX
+from specdec.target_service.feature_head import FeatureHeadDrafter
 
-READ_BYTES = 10**9
+READ_BYTES, READS = 10**9, 3  # larger than any cache
 BYTES = {"F32": 4, "F8_E4M3": 1}  # of numbers in files of weights, where they are not 2
 CONTEXT = 100  # cached tokens
-CHAINS = (1, 2, 4, 8)  # rows
-TREE = (8, 4)  # rows, paths
-
-
-@dataclass(frozen=True, slots=True)
-class RowMeasurement:
-    """One model and thread count. Milliseconds are medians over turns by rows, the tree's apart; `least_ms` is the
-    least of one row. The ratios are of turns, each with its own step of one row or chain of as many."""
-
-    model: str
-    threads: int
-    stored_bytes: int
-    gb_per_s: float
-    chain_ms: dict[int, float]
-    tree_ms: float
-    least_ms: float
-    over_one_row: dict[int, Ratio]
-    tree_over_chain: Ratio
-
-    @property
-    def name(self) -> str:
-        """As bars and tables have it."""
-        return f"{self.model}, {self.threads} thread{'s' * (self.threads > 1)}"
-
-    @property
-    def reading_ms(self) -> float:
-        """To read all weights once."""
-        return self.stored_bytes / self.gb_per_s / 1e6
-
-    @property
-    def over_reading(self) -> float:
-        """The step of one row over it."""
-        return self.chain_ms[1] / self.reading_ms
+SHAPES = {"1 row": (1, 1), "2 rows": (2, 1), "4 rows": (4, 1), "8 rows": (8, 1), "8 on 4 paths": (8, 4)}
+READING = "reading"
+PASSES = {"pass of 1": 1, "pass of 4": 4, "pass of 8": 8}  # of a head, by rows
+HEAD_TOKENS = 8192  # that a head of random weights proposes
 
 
 class Reading:
-    """A gigabyte, larger than any cache, and the seconds to read it with torch's threads."""
+    """Numbers that are larger than any cache, and the rate of reading them."""
 
     def __init__(self, byte_count: int = READ_BYTES) -> None:
         self._numbers = torch.ones(byte_count // 4)
 
-    def read_s(self) -> float:
-        """Of one reading."""
-        began_s = time.perf_counter()
-        self._numbers.sum()
-        return time.perf_counter() - began_s
-
-    def gb_per_s(self, least_s: float) -> float:
-        """10^9 bytes a second, of one that took `least_s`."""
-        return self._numbers.numel() * 4 / least_s / 1e9
+    def bytes_per_s(self) -> float:
+        seconds = []
+        for _ in range(READS):
+            began_s = time.perf_counter()
+            self._numbers.sum()
+            seconds.append(time.perf_counter() - began_s)
+        return self._numbers.numel() * 4 / min(seconds)
 
 
 def stored_bytes(folder: Path) -> int:
@@ -94,38 +64,45 @@ def stored_bytes(folder: Path) -> int:
     return sum(size for name, size in sizes.items() if name != embedding or output not in sizes)
 
 
-def measure_rows(
-    folder: Path, name: str, threads: int, turns: int, reading: Reading, advance: Callable[[], None] = lambda: None
-) -> RowMeasurement:
-    """Times every shape and a reading once a turn; the first turn warms up. Raises ModelRefused."""
-    torch.set_num_threads(threads)
-    model = load(folder, "bfloat16")
-    model.allocate(1 + (TREE[1] + 1) * (CONTEXT // BLOCK_SIZE + 2), BLOCK_SIZE)
-    prompt = Chunk(verification(1, 1, CONTEXT).chunks[0].block_ids, 0, [5] * CONTEXT, 0)
-    model.forward(RaggedBatch((prompt,)))
-    batches = {(rows, 1): verification(rows, 1, CONTEXT) for rows in CHAINS} | {TREE: verification(*TREE, CONTEXT)}
-    times_ms: dict[tuple[int, int], list[float]] = {shape: [] for shape in batches}
-    reads_s: list[float] = []
-    for turn in range(turns + 1):
-        reads_s.append(reading.read_s())
-        model.forward(batches[1, 1])  # not timed: caches hold what was read
-        for shape, batch in batches.items():
-            times_ms[shape] += [time_step(model, batch)] * (turn > 0)
-        advance()
-    return measurement_of(name, threads, stored_bytes(folder), reading.gb_per_s(min(reads_s)), times_ms)
+class Rows:
+    """A loaded model after a text. Raises ModelRefused."""
+
+    def __init__(self, folder: Path, reading: Reading) -> None:
+        self._model, self._reading, self._bytes = load(folder, "bfloat16"), reading, stored_bytes(folder)
+        cache_text(self._model, CONTEXT, max(rows for rows, _ in SHAPES.values()))
+        self._batches = {name: verification(*shape, CONTEXT) for name, shape in SHAPES.items()}
+
+    def times_ms(self, turn: int) -> Values:
+        """Of a step of every shape, and of reading the weights."""
+        found = {READING: self._bytes / self._reading.bytes_per_s() * 1e3}
+        self._model.forward(self._batches["1 row"])  # not timed: caches hold what was read
+        return found | {name: time_step(self._model, batch) for name, batch in self._batches.items()}
 
 
-def measurement_of(
-    name: str, threads: int, byte_count: int, gb_per_s: float, times_ms: dict[tuple[int, int], list[float]]
-) -> RowMeasurement:
-    """Medians and ratios of the same turns."""
+class WithHead:
+    """A loaded model with a feature head, after a text: the one in a folder, or one of a layer of the model's sizes and
+    random weights, on which times do not depend. Raises ModelRefused."""
 
-    def over(shape: tuple[int, int], base: tuple[int, int]) -> Ratio:
-        return ratio_of([own / other for own, other in zip(times_ms[shape], times_ms[base], strict=True)])
+    def __init__(self, model: Path, head: Path | None) -> None:
+        self._model = EagleTarget(load(model, "bfloat16"), head_of(model, head))
+        self._drafter = FeatureHeadDrafter(self._model)
+        cache_text(self._model, CONTEXT, 1)
+        self._batch = verification(1, 1, CONTEXT)
 
-    medians = {shape: statistics.median(own) for shape, own in times_ms.items()}
-    chain_ms = {rows: medians[rows, 1] for rows in CHAINS}
-    over_one_row = {rows: over((rows, 1), (1, 1)) for rows in CHAINS[1:]}
-    least_ms, tree_over_chain = min(times_ms[1, 1]), over(TREE, (TREE[0], 1))
-    own = byte_count, gb_per_s, chain_ms, medians[TREE], least_ms, over_one_row, tree_over_chain
-    return RowMeasurement(name, threads, *own)
+    def times_ms(self, turn: int) -> Values:
+        """Of a step of one row, and of passes with what they propose."""
+        self._model.forward(self._batch)
+        found = {"1 row": time_step(self._model, self._batch)}
+        size = self._model.description.vocabulary_size
+        return found | {name: 1e3 * self._drafter.time_pass(rows, size) for name, rows in PASSES.items()}
+
+
+def head_of(model: Path, head: Path | None) -> EagleHead:
+    folder = open_model_folder(str(model))
+    facts = target_facts(folder)
+    if head is not None:
+        return load_eagle(head, facts)
+    torch.manual_seed(0)
+    token_count = min(HEAD_TOKENS, facts.vocabulary_size)
+    sizes = head_sizes(config_of(folder), facts, default_layers(facts.layer_count), token_count)
+    return EagleHead(sizes, torch.arange(token_count)).requires_grad_(False)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from bench.draft.alone import draft_steps_ms
+from bench.draft.alone import draft_steps_ms, texts_of
 from bench.draft.bare import BareLoop
-from bench.draft.delivery import Delivery
-from bench.draft.reader import SPARE_TOKENS, texts_of
 from bench.pipeline.variants import RULES_DEFAULT, rule_of
 from specdec.protocol.types import ResolvedSamplingParams
 from tests.support.harness import DRAFT_MODEL
@@ -38,14 +34,3 @@ def test_the_bare_loop_is_timed_again_and_again_on_the_same_text() -> None:
     length = bare._filled(texts).get_seq_length()
     assert bare.step_ms(texts, 3) > 0
     assert bare._filled(texts).get_seq_length() == length == CONTEXT - 1
-
-
-@pytest.mark.more
-def test_draft_tokens_arrive_over_a_link_of_their_own_process() -> None:
-    """Claim: nodes of all sessions arrive and are counted, and a second measurement uses the same process."""
-    with Delivery(DRAFT_MODEL, "float32", 4096) as delivery:
-        rates = [
-            delivery.rate(ALL_PARAMS[0], texts_of(2, CONTEXT + SPARE_TOKENS), nodes_per_step, 0.1)
-            for nodes_per_step in (1, 4)
-        ]
-    assert min(rates) > 10

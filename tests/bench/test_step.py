@@ -1,4 +1,4 @@
-"""The benchmark of the step: its file for llama.cpp, what it counts, its bars, and a whole run of few tokens."""
+"""The benchmarks of a step, of plain decoding beside llama.cpp, and of a start: what they count, their bars."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.step.__main__ import bars_in, main
+from bench import plain, startup
+from bench.results import Results, read_results
+from bench.runner import main
+from bench.step.__main__ import BENCHMARK
 from bench.step.gguf_file import in_pairs, write_gguf
-from bench.step.results import CHAT, CHAT_4, DEEPENED, row_bars, served_bars
-from bench.step.rows import CHAINS, TREE, Reading, measure_rows, measurement_of, stored_bytes
-from bench.step.served import ServedMeasurement, long_prompts_of
-from bench.step.served import measurement_of as served_of
-from bench.step.timing import Timed
+from bench.step.models import DEEPENED, DENSE, FOUR
+from bench.step.rows import PASSES, READING, SHAPES, Reading, Rows, WithHead, stored_bytes
 from specdec.errors import ConfigError
 from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
 from tests.support.threads import one_thread  # noqa: F401
@@ -82,65 +82,83 @@ def test_a_step_reads_every_stored_weight(tmp_path: Path) -> None:
     assert stored_bytes(tmp_path / "untied") == total + output.numel() * 2
 
 
-def test_rows_and_trees_are_timed_in_turns() -> None:
-    """Claim: every chain and the tree are timed once a turn beside a reading; ratios are of the same turn.
-
-    Conclusive: with made-up times, of which every second turn is ten times slower, all ratios are those of one turn;
-    a real run of the smallest model has a time of every shape.
-    """
-    shapes = [(rows, 1) for rows in CHAINS] + [TREE]
-    times_ms = {(rows, paths): [rows * paths * slow for slow in (1.0, 10.0, 1.0)] for rows, paths in shapes}
-    made_up = measurement_of(CHAT, 1, 2_000_000, 4.0, times_ms)
-    assert {rows: own.low for rows, own in made_up.over_one_row.items()} == {2: 2.0, 4: 4.0, 8: 8.0}
-    assert (made_up.tree_over_chain.low, made_up.tree_over_chain.high) == (4.0, 4.0)
-    assert (made_up.reading_ms, made_up.over_reading, made_up.least_ms) == (0.5, 2.0, 1.0)
-    run = measure_rows(DRAFT_MODEL, "draft", 1, 2, Reading(10**7))
-    assert 0 < run.least_ms <= run.chain_ms[1] < 1000 and list(run.chain_ms) == list(CHAINS)
-    assert run.gb_per_s > 0.1 and run.tree_ms > 0
+def test_every_shape_is_timed_beside_a_reading() -> None:
+    """Claim: a turn has a time of every shape and of reading the weights. Conclusive: of the smallest model."""
+    found = Rows(DRAFT_MODEL, Reading(10**7)).times_ms(1)
+    assert found.keys() == {READING, *SHAPES} and 0 < min(found.values()) and max(found.values()) < 1000
 
 
-def test_servers_are_compared_prompt_by_prompt() -> None:
-    """Claim: a request counts whole, ratios are of the same prompt, equal texts are counted; without llama.cpp its part
-    is empty."""
-    both = [[Timed(1.0, (1, 2)), Timed(2.0, (1, 2))], [Timed(10.0, (1, 2)), Timed(5.0, (1, 3))]]
-    found = served_of(CHAT, 1, both, both[:1])
-    assert found.gain is not None and (found.gain.low, found.gain.high) == (0.5, 2.0)
-    assert found.long_ratio is not None and found.long_ratio.median == 0.5
-    assert found.seconds == ((1.0, 2.0), (10.0, 5.0)) and found.long_seconds == ((1.0, 2.0),)
-    assert (found.tokens_per_s, found.their_tokens_per_s, found.equal_texts, found.text_count) == (1.1, 0.7, 1, 2)
-    alone = served_of(CHAT, 1, [own[:1] for own in both], [own[:1] for own in both])
-    assert alone.tokens_per_s == 1.1 and alone.gain is None and alone.long_ratio is None
-    assert len(set(map(tuple, long_prompts_of(TARGET_MODEL, 3, 100)))) == 3
+def test_a_head_is_timed_beside_its_target() -> None:
+    """Claim: a turn has a step of one row with the head loaded, and passes of every number of rows."""
+    found = WithHead(TARGET_MODEL, None).times_ms(1)
+    assert found.keys() == {"1 row", *PASSES} and 0 < min(found.values())
 
 
-def test_bars_are_of_the_worst_thread_count() -> None:
-    """Claim: the slower of one and two threads counts; a packed model's step is over that of as many threads; what was
-    not measured is neither met nor missed."""
-    times_ms = {(rows, paths): [1.0, 1.0] for rows, paths in [(rows, 1) for rows in CHAINS] + [TREE]}
-    runs = [measurement_of(CHAT, threads, 10**6, gb_per_s, times_ms) for threads, gb_per_s in ((1, 1.0), (2, 2.0))]
-    limit, *flat = row_bars([*runs, measurement_of(DEEPENED, 1, 10**6, 9.0, times_ms)], has_bfloat16=False)
-    assert limit.reached == 2.0 and limit.state == "missed"
-    assert {bar.state for bar in flat} == {"stretch", "met", "not measured"}
-    half = {shape: [own / 2 for own in times] for shape, times in times_ms.items()}
-    packed = row_bars([*runs, measurement_of(CHAT_4, 1, 10**6, 9.0, half)], has_bfloat16=False)
-    assert [bar.reached for bar in packed[-3:]] == [0.5, None, None]
-    rows8 = {has: row_bars([], has)[2].bound for has in (False, True)}
-    assert rows8 == {False: 1.7, True: 1.15}
-    alone = ServedMeasurement(CHAT, 1, 10.0, None, None, 100.0, None, None, 0, 1, (), ())
-    assert {bar.state for bar in served_bars([alone])} == {"not measured"}
-    assert {bar.state for bar in bars_in({})} == {"not measured"}
+def measured(one: float, reading: float, eight: float, of_pass: float) -> Results:
+    """Made-up turns of one thread, every second of them ten times slower."""
+    results, cell = Results({}), {"threads": 1}
+    for slow in (1.0, 10.0, 1.0):
+        times = {"1 row": one, READING: reading, "4 rows": one, "8 rows": eight, "8 on 4 paths": eight}
+        results.add(cell, DENSE, {name: slow * ms for name, ms in times.items()})
+        results.add(cell, FOUR, {name: slow * ms / 2 for name, ms in times.items()})
+        results.add(cell, f"{DENSE}, head", {"1 row": slow * one, "pass of 1": slow * of_pass})
+    return results
+
+
+def test_bars_are_of_the_same_turn() -> None:
+    """Claim: ratios are of the same turn, a packed model's is over bfloat16's, a pass is over a step without a head;
+    what was not measured is neither met nor missed. Conclusive: turns that differ tenfold give the ratio of each."""
+    bars = {bar.claim: bar for bar in BENCHMARK.bars(measured(1.0, 0.5, 1.5, 0.1))}
+    reached = {claim: bar.reached for claim, bar in bars.items() if bar.reached is not None}
+    assert list(reached.values()) == [2.0, 1.0, 1.5, 1.0, 0.5, 0.1, 1.0]
+    assert [bars[claim].state for claim in reached] == ["missed", "stretch", "met", "met", "met", "met", "met"]
+    assert {bar.state for bar in BENCHMARK.bars(Results({}))} == {"not measured"}
+
+
+def test_eight_rows_have_a_stricter_bar_where_bfloat16_is_multiplied() -> None:
+    """Claim: 8 rows may take 1.15 of one row's time with such instructions, 1.7 without, by the kernels that the
+    results name."""
+    results = measured(1.0, 1.0, 1.5, 0.1)
+    for family, bound in (("fma", 1.7), ("avx512_bf16", 1.15)):
+        results.notes["kernels"] = family
+        assert BENCHMARK.bars(results)[2].bound == bound
+
+
+def test_tables_are_made_from_what_was_written(tmp_path: Path) -> None:
+    """Claim: the tables of results that were read back are those of the results."""
+    results = measured(1.0, 0.5, 1.5, 0.1)
+    results.write(tmp_path / "step.json")
+    assert BENCHMARK.tables(read_results(tmp_path / "step.json")) == BENCHMARK.tables(results)
+    rows, heads = BENCHMARK.tables(results)
+    assert len(rows.rows) == 2 and rows.rows[0][0] == f"{DENSE}, 1 thread" and "**2.00**" in rows.rows[0][7]
+    assert all(len(row) == len(table.columns) for table in (rows, heads) for row in table.rows)
 
 
 @pytest.mark.more
-def test_a_run_without_llama_cpp_measures_the_rest(tmp_path: Path) -> None:
-    """Claim: the command measures rows and services, keeps what an earlier run measured, and leaves llama.cpp's bars
-    unmeasured where it is left out."""
-    few = ["--models", "deepened", "--threads", "1", "--turns", "1", "--prompts", "1", "--long-prompts", "1"]
-    few += ["--tokens", "8", "--no-llama", "--out", str(tmp_path), "--check"]
-    assert main([*few, "--parts", "served"]) == 0
-    assert main([*few, "--parts", "parts"]) == 0
-    written = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
-    (served,), (part,) = written["served"]["measurements"], written["parts"]["measurements"]
-    assert served["tokens_per_s"] > 0 and served["gain"] is None and served["long_ms"] > 0
-    assert min(part[f"{name}_ms"] for name in ("planning", "products", "attention", "rest", "sampling")) > 0
-    assert {bar["reached"] for bar in written["bars"]} == {None}
+def test_without_llama_cpp_our_side_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: where llama.cpp cannot be had, our services are measured and its bars are not. Conclusive: a prompt that
+    was just seen takes less time to its first token."""
+
+    def refuse() -> Path:
+        raise ConfigError("planted")
+
+    monkeypatch.setattr(plain, "environment", refuse)
+    flags = ["--quick", "--turns", "1", "--models", DEEPENED, "--out", str(tmp_path), "--check"]
+    assert main(plain.BENCHMARK, flags) == 0
+    results = read_results(tmp_path / "plain.json")
+    (cell,) = results.cells()
+    again = results.ratio(cell, plain.OURS, plain.OURS, plain.AGAIN, plain.FIRST)
+    assert again is not None and again.median < 0.8
+    assert {bar.state for bar in plain.BENCHMARK.bars(results)} == {"not measured"}
+
+
+@pytest.mark.more
+def test_a_start_is_timed_and_its_memory_read() -> None:
+    """Claim: phases and the whole are timed, and a replica that serves has its weights in memory, at most no less.
+
+    Conclusive: less memory than half of its file would be that of a model that is not there.
+    """
+    found = startup.start_once("draft", DRAFT_MODEL)
+    phases = [ms for name, ms in found.items() if name.startswith("phase ")]
+    assert 0 < sum(phases) <= 1.1 * found["total"] and found["beyond"] < found["total"]
+    assert found["most_mb"] >= 0.99 * found["serving_mb"] and found["serving_mb"] > found["files_mb"] / 2

@@ -1,4 +1,4 @@
-"""Memory of a rank: measured on real processes by the command that produces the published measurements."""
+"""Memory of a rank: measured on real processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.tensor_parallel import (
+from tests.support.rank_processes import (
     SHAPE,
     TINY_SHAPE,
     VOCABULARY_SIZE,

@@ -1,4 +1,4 @@
-"""A model folder as one of FP8 by blocks, as the method `fp8` stores it: every matrix that a step multiplies by."""
+"""Models for benchmarks on a CPU: the chat model in its own 4 bits and in other formats, and the deepened target."""
 
 from __future__ import annotations
 
@@ -9,17 +9,35 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.deepened import write_deepened
+from bench.step.gguf_file import write_gguf
 from specdec.engine.loading.folder_files import WEIGHTS_FILE
-from specdec.folders import read_json
+from specdec.folders import CHAT_MODEL, gguf_source, read_json
+from tests.support.unpacked import write_unpacked
 
-BLOCK = 128  # rows and inputs of a scale
-LARGEST = 448
+DENSE, FOUR, EIGHT, FP8, DEEPENED = "chat, bfloat16", "chat, 4 bits", "chat, 8 bits", "chat, FP8", "deepened"
+BLOCK, LARGEST = 128, 448  # of FP8: rows and inputs of a scale, and the largest number
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
+def write_model(name: str, made: Path) -> Path:
+    """Returns the folder or GGUF file of a model, which is written below `made` unless it is there. Raises ModelRefused
+    or ConfigError."""
+    if name == FOUR:
+        file = gguf_source(CHAT_MODEL)
+        assert file is not None
+        return file
+    if name == DEEPENED:
+        return write_deepened(made)
+    dense = write_unpacked(CHAT_MODEL, made / "dense")
+    if name == EIGHT:
+        return write_gguf(dense, made / "model.gguf", "Q8_0")
+    return write_float8(dense, made / "packed") if name == FP8 else dense
+
+
 def write_float8(folder: Path, made: Path) -> Path:
-    """Writes the model of `folder`, which has one weights file, and returns `made`. The output layer gets a weight of
-    its own, as a GGUF file of 8 bits has."""
+    """Writes the model of `folder`, which has one weights file, in FP8 by blocks, as the method `fp8` stores it, and
+    returns `made`: every matrix that a step multiplies by, the output layer too, which gets a weight of its own."""
     shutil.copytree(folder, made)
     config = read_json(folder / "config.json")
     entry = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
