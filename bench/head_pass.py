@@ -24,8 +24,8 @@ from rich.table import Table
 from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.deepened import load
 from bench.engine.steps import BLOCK_SIZE, time_step
-from bench.proposers.steps import verification
 from bench.results import Ratio, ratio_of
+from bench.verification import verification
 from specdec.distill.eagle import head_sizes
 from specdec.engine.eagle.folder import load_eagle, target_facts
 from specdec.engine.eagle.model import EagleTarget

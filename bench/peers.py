@@ -1,10 +1,10 @@
-"""`python -m bench.peers`: one stream beside `transformers` generate and assisted generation, and the engine alone.
+"""`python -m bench.peers`: one stream beside `transformers` generate and assisted generation.
 
 Same weights, same two cores, same prompts, in turns prompt by prompt. Ours is three services on loopback delays, the
 target with one thread on one core, draft and coordinator on the other; theirs is one process that may use both cores,
 with one thread, as our target has, or the requested number. Assisted generation runs at the best of a grid of its own
-settings, found on other prompts. The engine alone is plain decoding in one process without services: the baseline of
-`off`. Texts that end in a cycle, which is easy to guess, are counted apart: bars are of the others.
+settings, found on other prompts. Texts that end in a cycle, which is easy to guess, are counted apart: bars are of the
+others.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tokenizers import Tokenizer
 
 from bench.assisted import Assistance, Assisted
 from bench.bars import Bar, add_check_flag, as_json, conclude
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.engine_alone import EngineAlone
 from bench.pipeline.placement import Placed, description, placed
 from bench.pipeline.samples import measure
 from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, rule_of
 from bench.results import Ratio, ratio_of
 from specdec.errors import SpecdecError
-from specdec.protocol.types import ResolvedSamplingParams
-from tests.support.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from tests.support.harness import DRAFT_MODEL, heldout_prompts
 
 QUICK = {"prompts": 6, "tuning_prompts": 1, "tuning_tokens": 24, "max_tokens": 48}
 TUNING_FIRST_ID = 150  # prompts from here on are for finding settings, never for measurements
@@ -55,17 +51,8 @@ def on_cores(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def ours(place: Placed, engine: EngineAlone, rule: str, max_tokens: int, cyclic: set[int]) -> dict[str, Contender]:
-    """The services, and the engine alone. Prompts whose plain text ends in a cycle are added to `cyclic`."""
-    tokenizer = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json"))
-    kind, temperature = rule_of(rule)
-
-    def alone(prompt_id: int, prompt: str) -> float:
-        ids = tuple(tokenizer.encode(prompt).ids)
-        torch.set_num_threads(1)
-        return engine.generate(
-            ResolvedSamplingParams(kind, prompt_id, len(ids), temperature=temperature), ids, max_tokens
-        )[1]
+def ours(place: Placed, rule: str, max_tokens: int, cyclic: set[int]) -> dict[str, Contender]:
+    """The services. Prompts whose plain text ends in a cycle are added to `cyclic`."""
 
     def through_services(variant: Variant) -> Contender:
         def run(prompt_id: int, prompt: str) -> float:
@@ -76,7 +63,7 @@ def ours(place: Placed, engine: EngineAlone, rule: str, max_tokens: int, cyclic:
 
         return run
 
-    return {variant.name: through_services(variant) for variant in (AUTO, OFF)} | {"engine alone": alone}
+    return {variant.name: through_services(variant) for variant in (AUTO, OFF)}
 
 
 def theirs(
@@ -102,8 +89,6 @@ def compare(asked: argparse.Namespace, model: Path, console: Console) -> dict[st
     tuning = [prompt for prompt_id, prompt in prompts if prompt_id >= TUNING_FIRST_ID][: asked.tuning_prompts]
     cores = os.sched_getaffinity(0)
     library = Assisted(model, asked.dtype, DRAFT_MODEL, asked.draft_dtype)
-    with on_cores({min(cores)}):
-        engine = EngineAlone(model, asked.dtype)
     rates: dict[str, dict[str, list[float]]] = {}
     settings: dict[str, dict[int, Assistance]] = {}
     cyclic: dict[str, list[bool]] = {}
@@ -115,7 +100,7 @@ def compare(asked: argparse.Namespace, model: Path, console: Console) -> dict[st
             with on_cores(cores):
                 best = {n: library.tuned(tuning, temperature, asked.tuning_tokens, n) for n in asked.threads}
             looping: set[int] = set()
-            contenders = ours(place, engine, rule, asked.max_tokens, looping)
+            contenders = ours(place, rule, asked.max_tokens, looping)
             contenders |= theirs(library, temperature, asked.max_tokens, best, cores)
             own: dict[str, list[float]] = {name: [] for name in contenders}
             for prompt_id, prompt in track([prompts[0], *prompts[: asked.prompts]], rule, console=Console(stderr=True)):
@@ -124,7 +109,6 @@ def compare(asked: argparse.Namespace, model: Path, console: Console) -> dict[st
             rates[rule] = {name: values[1:] for name, values in own.items()}  # the first round warms up
             settings[rule] = best
             cyclic[rule] = [prompt_id in looping for prompt_id, _ in prompts[: asked.prompts]]
-    engine.stop()
     return {"hardware": hardware, "rates": rates, "assistance": settings, "cyclic": cyclic}
 
 

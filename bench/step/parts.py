@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench.deepened import load
 from bench.engine.steps import BLOCK_SIZE, time_step
 from bench.engine.streams import measure_streams
-from bench.proposers.steps import verification
 from bench.step.rows import CONTEXT
+from bench.verification import verification
 from specdec.engine.cpu.kernels import Kernels, kernels
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.transformers_model import TransformersModel

@@ -18,8 +18,8 @@ import torch
 
 from bench.deepened import load
 from bench.engine.steps import BLOCK_SIZE, time_step
-from bench.proposers.steps import verification
 from bench.results import Ratio, ratio_of
+from bench.verification import verification
 from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.loading.folder_files import WEIGHTS_FILE
 from specdec.engine.loading.gguf import read_gguf

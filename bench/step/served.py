@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 from bench.pipeline.samples import TIMEOUT_S
 from bench.pipeline.variants import OFF, RULES_DEFAULT, request_of
 from bench.prompts import prose_prompts
-from bench.proposers.chat import template_ids
 from bench.results import Ratio, ratio_of
 from bench.step.llama_cpp import llama_server
 from bench.step.timing import Timed
@@ -64,7 +63,7 @@ def prompts_of(folder: Path, count: int) -> list[list[int]]:
     """Token ids of questions to a chat model, or of held-out prompts to another."""
     template = ChatTemplate.read(folder)
     if template is not None:
-        return [list(template_ids(template, prompt)) for prompt in prose_prompts()[:count]]
+        return [list(prompt.ids(template)) for prompt in prose_prompts()[:count]]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [tokenizer.encode(prompt).ids for prompt in list(heldout_prompts().values())[:count]]
 
