@@ -176,7 +176,9 @@ class Pair:
         if way != OFF.name and (ratio := results.ratio(cell, way, OFF.name, "tokens_per_s")):
             medians[1:] = ratio.short(), shown(pooled(results, cell, way, "accepted", "tested"))
         best, best_ratio = self.over_best(results, cell)
-        over = f"{best_ratio.short(self.goal(cell))} ({best})" if best_ratio and way == "auto" else ""
+        goal, over = self.goal(cell), ""
+        if best_ratio and way == "auto":
+            over = f"{best_ratio.short(goal)} ({best}; bar {goal:g})"
         steps = shown(pooled(results, cell, way, "tokens", "steps"))
         return [str(cell["rule"]), f"{cell['rtt_ms']:g}", way, *medians, steps, over]
 

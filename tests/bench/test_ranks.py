@@ -1,4 +1,4 @@
-"""The shares by rank, from which the best static tree is computed."""
+"""The shares by rank: which of the draft's guesses came true."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from bench.pipeline.ranks import Ranks, token_by_rejection
-from bench.proposers.trees import best_static_tree, walked_tokens
+from bench.pipeline.ranks import token_by_rejection
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.types import ResolvedSamplingParams, Rule
@@ -35,18 +34,3 @@ def test_tokens_after_tested_siblings_follow_the_target(drawn_count: int) -> Non
     for token_id, share in enumerate(target.softmax(0).tolist()):
         assert counts[token_id] / SAMPLES == pytest.approx(share, abs=0.06)
     assert (held > 0.7 * SAMPLES) is (drawn_count == 3)
-
-
-def test_the_best_static_tree_takes_the_likeliest_nodes() -> None:
-    """Claim: with first guesses right in half of the cases and second ones in half of the rest, three draft tokens are
-    worth 0.5, and twice 0.25: a chain of two and a sibling."""
-    assert best_static_tree(Ranks(0.5, (0.5,), 0.0), 3) == {(0,): 0.5, (0, 0): 0.25, (1,): 0.25}
-
-
-def test_a_static_tree_is_walked_along_texts() -> None:
-    """Claim: a step takes the longest path of the tree that came true, and one token more; the next begins there.
-    Conclusive: by hand the first text has three steps, 0 0 and one more, 1 and one more, 0 0 and one more; of the
-    others one text has three steps and the other one."""
-    tree = [(0,), (0, 0), (1,)]
-    assert walked_tokens(tree, [(0, 0, 0, 1, None, 0, 0, 1)]) == pytest.approx(8 / 3)
-    assert walked_tokens(tree, [(None, 2, 1), (0,)]) == pytest.approx(4 / 4)
