@@ -51,25 +51,22 @@ def spoiled(token_ids: Sequence[int], every: int) -> list[int]:
 class Measured:
     """The running service, and prompts of one kind with their plain answers."""
 
-    def __init__(
-        self, stub: pb_grpc.CoordinatorServiceStub, template: ChatTemplate, kind: str, asked: argparse.Namespace
-    ):
-        self._stub, self._tokens = stub, asked.max_tokens
-        self._rule = RULES_DEFAULT[0 if kind == COPYING else 1]
-        self.prompts = [prompt.ids(template) for prompt in PROMPTS[kind][: max(2, asked.turns)]]
-        self._answers = [self._generate(OFF, ids)[1] for ids in self.prompts]
+    def __init__(self, stub: pb_grpc.CoordinatorServiceStub, rule: str, tokens: int, prompts: list[tuple[int, ...]]):
+        self._stub, self._rule, self._tokens, self._prompts = stub, rule, tokens, prompts
+        self._answers = [self._generate(OFF, ids)[1] for ids in prompts]
 
     def _generate(
         self, variant: Variant, ids: Sequence[int], prediction: Sequence[int] = (), salt: str = ""
     ) -> tuple[Values, tuple[int, ...]]:
         request = request_of(variant, self._rule, ids, self._tokens, ignore_eos=False)
-        request.prediction.token_ids.ids.extend(prediction)
+        if prediction:
+            request.prediction.token_ids.ids.extend(prediction)
         return generate(self._stub, request, salt)
 
     def ours(self, name: str, turn: int) -> Values:
         """One text of a variant."""
-        place = turn % len(self.prompts)
-        ids, answer, other = self.prompts[place], self._answers[place], self._answers[place - 1]
+        place = turn % len(self._prompts)
+        ids, answer, other = self._prompts[place], self._answers[place], self._answers[place - 1]
         if name == OFF.name:
             return self._generate(OFF, ids)[0]
         if name in (LOCAL, WARM):
@@ -109,16 +106,18 @@ class NoDraft:
                 stub = pb_grpc.CoordinatorServiceStub(channel)
 
                 def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
-                    found = Measured(stub, template, str(cell["prompts"]), asked)
+                    kind = str(cell["prompts"])
+                    prompts = [prompt.ids(template) for prompt in PROMPTS[kind][: max(2, asked.turns)]]
+                    found = Measured(stub, RULES_DEFAULT[kind == PROSE], asked.max_tokens, prompts)
                     names = (OFF.name, LOCAL, WARM, RIGHT, WRONG, ANOTHER)
                     ours: dict[str, Contender] = {name: partial(found.ours, name) for name in names}
-                    if cell["prompts"] == PROSE:
+                    if kind == PROSE:
                         return ours
                     best = prompt_lookup.best_num_tokens(library, tuning, min(asked.max_tokens, 64))
                     results.notes["prompt lookup, tokens at a time"] = best
 
                     def theirs(count: int | None, turn: int) -> Values:
-                        ids = found.prompts[turn % len(found.prompts)]
+                        ids = prompts[turn % len(prompts)]
                         return prompt_lookup.generate(library, ids, asked.max_tokens, count).values
 
                     return ours | {PLAIN: partial(theirs, None), LOOKUP: partial(theirs, best)}
@@ -136,7 +135,7 @@ class NoDraft:
             rates = [shown(results.median({"prompts": kind}, name, "tokens_per_s")) for kind in PROMPTS]
             ratios = [ratio.short() if (ratio := self.over_plain(results, kind, name)) else "" for kind in PROMPTS]
             rows.append([name, steps, rates[0], ratios[0], rates[1], ratios[1]])
-        columns = ["", "copying: tokens a step", "tokens/s", "over plain", "prose: tokens/s", "over plain"]
+        columns = ["", "copying: tokens a step", "tokens/s", "over plain", "prose, 0.7: tokens/s", "over plain"]
         return [Table("over_plain", self.about, columns, rows)]
 
     def bars(self, results: Results) -> list[Bar]:

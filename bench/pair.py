@@ -42,6 +42,7 @@ from tests.support.harness import DRAFT_MODEL
 GREEDY, SEEDED, _, COUPLED_1, REJECTION_1 = RULES_DEFAULT
 DEEPENED = "deepened"
 TARGET_RTT_MS = 0.2
+COLUMNS = ("rule", "RTT ms", "way", "tokens/s", "over plain", "acceptance", "tokens a step", "auto / best other")
 
 
 def auto(*proposers: str) -> Variant:
@@ -183,23 +184,12 @@ class Pair:
         return [str(cell["rule"]), f"{cell['rtt_ms']:g}", way, *medians, steps, over]
 
     def tables(self, results: Results) -> list[Table]:
-        columns = [
-            "rule",
-            "RTT ms",
-            "way",
-            "tokens/s",
-            "over plain",
-            "acceptance",
-            "tokens a step",
-            "auto / best other",
-        ]
-        lines = {
-            name: [
-                self.row(results, cell, way) for cell in results.cells(drafters=name) for way in results.samples(cell)
-            ]
-            for name in DRAFTERS
-        }
-        return [Table(name, f"{name}: {self.about}", columns, rows) for name, rows in lines.items() if rows]
+        tables = []
+        for name in dict.fromkeys(str(cell["drafters"]) for cell in results.cells()):
+            cells = results.cells(drafters=name)
+            rows = [self.row(results, cell, way) for cell in cells for way in results.samples(cell)]
+            tables.append(Table(name, f"{name}: {self.about}", COLUMNS, rows))
+        return tables
 
     def bars(self, results: Results) -> list[Bar]:
         bars = []
