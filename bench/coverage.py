@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -23,7 +24,7 @@ from bench.bars import Bar, worst_of
 from bench.results import Cell, Results, Table
 from bench.runner import Contender, Prepared, Values, main
 from specdec.advise.forecast import Estimate, resampled_part, share
-from specdec.advise.measuring import EVERYTHING, classes_of, readings_of, written
+from specdec.advise.measuring import EVERYTHING, Reading, classes_of, readings_of, written
 from specdec.advise.report import sums_of
 from specdec.engine.loading.model import load_offline_target
 from specdec.engine.loading.model_folder import open_model_folder, shown_name
@@ -78,10 +79,14 @@ class Coverage:
         texts = written(target, open_model_folder(asked.target), about, prompts, console)
         drafts = {shown_name(name): name for name in asked.drafts}
 
+        @cache
+        def readings(draft: str, temperature: float) -> list[Reading]:
+            wanted = [text for text in texts if text.params.temperature == temperature]
+            return readings_of(target, (asked.target, drafts[draft], draft), wanted, "cpu", Console(quiet=True))
+
         def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
-            names = asked.target, drafts[str(cell["draft"])], str(cell["draft"])
-            wanted = [text for text in texts if text.params.temperature == cell["temperature"]]
-            sums = sums_of(readings_of(target, names, wanted, "cpu", Console(quiet=True)), Rule[str(cell["rule"])])
+            own = readings(str(cell["draft"]), float(cell["temperature"]))
+            sums = sums_of(own, Rule[str(cell["rule"])])
             return {ADVISE: lambda turn: division(sums, asked.stated, turn)}
 
         yield contenders
