@@ -1,4 +1,4 @@
-"""Benchmarks: every figure of the pages comes from one of these. Each is `python -m bench.NAME`; `python -m bench` runs
-all of them. Run from a checkout."""
+"""Benchmarks: what the pages tell of speed was measured by one of these. Each is `python -m bench.NAME`; `python -m
+bench` runs all of them. Run from a checkout."""
 
 NAMES: tuple[str, ...] = ("poor_drafts", "pair", "trees", "no_draft", "coverage")
