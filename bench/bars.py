@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.results import Ratio
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -41,6 +43,11 @@ class Bar:
     def _passes(self, bound: float) -> bool:
         assert self.reached is not None
         return self.reached <= bound if self.is_limit else self.reached >= bound
+
+
+def of_ratio(claim: str, bound: float, ratio: Ratio | None, told: str = "") -> Bar:
+    """A bar of a ratio's median; `told` beside its interval."""
+    return Bar(claim, bound, ratio.median if ratio else None, f"{ratio}{told}" if ratio else "")
 
 
 def worst_of(

@@ -1,236 +1,206 @@
-"""`python -m bench.pair`: a target with its draft, over plain decoding of the same services: the chat model with its
-shipped draft, with a head of `--heads`, or with both, or the two folders of `--target` and `--draft` or `--heads`.
+"""`python -m bench.pair`: what drafts for a target, all of it together, over plain decoding and over each part alone.
 
-Held-out prompts; plain decoding (off) and the service's own choice (auto, all proposers) in turns on every one. The
-target has one core; draft and coordinator share the other. The chat pair answers as many questions of every class,
-greedy and with a seed at temperature 0.7, on loopback and with a round trip to the draft; with draft and head on
-loopback, each proposer alone too, whose best is a bar for all of them together. A given pair answers the
-prompts of a file, an encoder-decoder as its input, on loopback, greedy and at temperature 1 with a seed and without,
-also in rounds of a fixed number of draft tokens, as published for T5 (Leviathan, Kalman, Matias 2023, table 2); of an
-encoder-decoder the steps of both stacks too.
+One stream on emulated machines; the target has one core, draft and coordinator share the other. The chat pair answers
+held-out questions with its shipped draft, its feature head, or both, or continues code with the draft of the embedded
+target, which has another tokenizer; the deepened target has heads (Medusa) and a draft, over round trips, or a draft
+that is killed before the first measured text; the shipped encoder-decoder pair formats code, beside rounds of seven
+draft tokens, as published for T5 (Leviathan, Kalman, Matias 2023, table 2).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
-from bench.bars import Bar, add_check_flag, as_json, conclude
-from bench.pipeline.placement import Placed, description, placed
+from bench.bars import Bar, of_ratio
+from bench.pipeline.placement import Placed, placed
 from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of, synchronous
-from bench.prompts import Prompt
-from bench.proposers.chat import template_ids
-from bench.proposers.texts import Found, Text, generate, per_second, whole_per_second
-from bench.results import Ratio, ratio_of
-from bench.step.encoder_decoder import StackSteps, measure_stacks, stack_table
-from specdec.chat.template import ChatTemplate
-from specdec.distill.written import prompts_of
+from bench.prompts import sent_prompts, target_folder
+from bench.results import Cell, Ratio, Results, Table, shown
+from bench.runner import Contender, Prepared, Values, main
+from bench.texts import generate, pooled, pooled_ratio
+from specdec.engine.heads import load_heads, save_heads
 from specdec.engine.loading.model_folder import open_model_folder
-from specdec.errors import ConfigError, SpecdecError
-from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
+from specdec.folders import (
+    CHAT_DRAFT,
+    CHAT_HEAD,
+    CHAT_MODEL,
+    CHAT_PROMPTS,
+    EMBEDDED_MODELS,
+    FORMATTING_PAIR,
+    PROMPTS,
+    read_json,
+)
 from tests.support.harness import DRAFT_MODEL
 
-AUTO = Variant("auto", None, proposers=())  # no names: all that the service has
-WITH_HEAD = Variant("auto", None, proposers=("heads", "ngram", "suffix", "grammar"))  # the draft service is idle then
-ALONE = tuple(Variant(name, None, proposers=(name,)) for name in ("heads", "draft", "ngram", "suffix"))
-ALONE_BAR = 0.98  # of the best single proposer's speed
-GREEDY, SEEDED = RULES_DEFAULT[:2]
-RATE_BARS = {(GREEDY, 0.0): 1.4, (SEEDED, 0.0): 1.3, (GREEDY, 50.0): 1.2, (SEEDED, 50.0): 1.2}  # by rule and RTT in ms
-GIVEN = tuple((rule, 0.0) for rule in (GREEDY, "COUPLED, temperature 1", "REJECTION, temperature 1"))
-PUBLISHED = (  # task, temperature, draft tokens a round, acceptance of one, speed over plain decoding
-    ("English to German, WMT", 0, 7, 0.75, 3.4),
-    ("English to German, WMT", 1, 7, 0.62, 2.6),
-    ("summaries, CNN/DM", 0, 5, 0.65, 3.1),
-    ("summaries, CNN/DM", 1, 5, 0.53, 2.3),
-)
-PUBLISHED_TITLE = "published: T5-XXL, 11B, with T5-small, 77M; one stream, TPU v4"
-Cell = tuple[str, float]
+GREEDY, SEEDED, _, COUPLED_1, REJECTION_1 = RULES_DEFAULT
+DEEPENED = "deepened"
+TARGET_RTT_MS = 0.2
+COLUMNS = ("rule", "RTT ms", "way", "tokens/s", "over plain", "acceptance", "tokens a step", "auto / best other")
+
+
+def auto(*proposers: str) -> Variant:
+    """What the coordinator chooses; no names: all that the service has."""
+    return Variant("auto", None, proposers=proposers)
+
+
+def alone(*proposers: str) -> list[Variant]:
+    """The same with one proposer, for each of these."""
+    return [Variant(name, None, proposers=(name,)) for name in proposers]
 
 
 @dataclass(frozen=True, slots=True)
+class Drafters:
+    """What drafts for a target. `ways`: `auto` first, others that it is compared with beside plain decoding. `goals`:
+    by rule and round trip in ms to the draft, of `auto` over the best other way."""
+
+    target: str
+    prompts: Path
+    draft: Path
+    ways: Sequence[Variant]
+    goals: Mapping[tuple[str, float], float]
+    has_heads: bool = False
+    is_killed: bool = False
+
+
+CHAT, EMBEDDED = (CHAT_MODEL, CHAT_PROMPTS, CHAT_DRAFT), (DEEPENED, PROMPTS, DRAFT_MODEL)
+FORMATTING = FORMATTING_PAIR[0], EMBEDDED_MODELS / "formatting_prompts.jsonl", EMBEDDED_MODELS / FORMATTING_PAIR[1]
+NEAR, FAR = ((GREEDY, 0.0), (SEEDED, 0.0)), ((GREEDY, 50.0), (SEEDED, 50.0))
+HEAD_ONLY = auto("heads", "ngram", "suffix", "grammar")
+TWO = [auto("draft", "heads"), *alone("draft", "heads")]
+DRAFTERS = {
+    "chat-draft": Drafters(*CHAT, [auto()], dict(zip(NEAR + FAR, (1.4, 1.3, 1.2, 1.2)))),
+    "chat-head": Drafters(*CHAT, [HEAD_ONLY], dict(zip(NEAR, (1.4, 1.3))), has_heads=True),
+    "chat-both": Drafters(*CHAT, [auto(), *alone("heads", "draft", "ngram")], dict.fromkeys(NEAR, 0.98), True),
+    "other-tokenizer": Drafters(CHAT_MODEL, PROMPTS, DRAFT_MODEL, [auto("draft"), synchronous(3)], {NEAR[0]: 0.98}),
+    "deepened-both": Drafters(*EMBEDDED, TWO, {(GREEDY, rtt_ms): 0.97 for rtt_ms in (0.0, 5.0, 20.0, 50.0)}, True),
+    "deepened-killed": Drafters(*EMBEDDED, [auto("draft", "ngram")], {NEAR[0]: 0.98}, is_killed=True),
+    "formatting": Drafters(
+        *FORMATTING, [auto(), synchronous(7)], {(rule, 0.0): 1.0 for rule in (GREEDY, COUPLED_1, REJECTION_1)}
+    ),
+}
+
+
+def heads_of_deepened(target: Path, folder: Path) -> Path:
+    """Writes the shipped heads as those of the deepened target: hidden states are the same. Returns the folder."""
+    shipped = EMBEDDED_MODELS / "target-heads"
+    own = open_model_folder(str(EMBEDDED_MODELS / "target"))
+    heads = load_heads(shipped, own.digest(), read_json(shipped / "heads.json")["hidden_size"])
+    folder.mkdir()
+    save_heads(heads, folder, open_model_folder(str(target)).digest())
+    return folder
+
+
+Running = tuple[Placed, Sequence[str | Sequence[int]]]
+
+
+@contextmanager
+def served(own: Drafters) -> Iterator[Running]:
+    """The services of a target and what drafts for it, and its prompts."""
+    with TemporaryDirectory() as scratch:
+        folder, is_deepened = target_folder(own.target, Path(scratch) / "target"), own.target == DEEPENED
+        heads = heads_of_deepened(folder, Path(scratch) / "heads") if is_deepened else CHAT_HEAD
+        settings = {"heads": str(heads)} if own.has_heads else None
+        draft_dtype = "float32" if own.draft == DRAFT_MODEL else "auto"
+        with placed(folder, "bfloat16", draft_dtype, draft_model=own.draft, target=settings) as place:
+            yield place, sent_prompts(own.prompts, folder)
+
+
 class Pair:
-    """What is measured: folders, prompts, ways beside plain decoding, auto first, and cells. `draft`: of a draft model
-    that is measured, `heads`: of a feature head on the target; `encoded`: a prompt as it is sent; `has_encoder`: of the
-    target."""
+    """See the module."""
 
-    target: Path
-    draft: Path | None
-    heads: Path | None
-    prompts: Sequence[Prompt]
-    encoded: Callable[[Prompt], str | Sequence[int]]
-    variants: tuple[Variant, ...]
-    cells: tuple[Cell, ...]
-    has_encoder: bool
+    name = "pair"
+    about = "what drafts for a target, over plain decoding; one stream, emulated machines"
+    turns, quick_turns, minutes = 12, 2, 25
 
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, help="(all; --quick: without those of chat)")
+        parser.add_argument("--max-tokens", type=int, default=64, help="of a text (%(default)s)")
 
-def questions(per_class: int) -> list[Prompt]:
-    """Returns the first held-out questions of every class."""
-    lines = (EMBEDDED_MODELS / "chat_prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    chosen: dict[str, list[Prompt]] = {}
-    for row in map(json.loads, lines):
-        chosen.setdefault(row["class"], []).append(Prompt(str(row["id"]), row["class"], row["prompt"]))
-    return [question for own in chosen.values() for question in own[:per_class]]
+    def cells(self, asked: argparse.Namespace) -> list[Cell]:
+        quick = [name for name, own in DRAFTERS.items() if own.target != CHAT_MODEL]
+        names = asked.drafters or (quick if asked.quick else DRAFTERS)
+        return [
+            {"drafters": name, "rule": rule, "rtt_ms": rtt_ms}
+            for name in names
+            for rule, rtt_ms in list(DRAFTERS[name].goals)[: 1 if asked.quick else None]
+        ]
 
+    @contextmanager
+    def prepared(self, asked: argparse.Namespace) -> Iterator[Prepared]:
+        with ExitStack() as stack:
+            current: dict[str, Running] = {}
 
-def pair_of(asked: argparse.Namespace) -> Pair:
-    """Returns the pair of the flags. Raises ConfigError."""
-    variants: tuple[Variant, ...]
-    given = asked.target, asked.heads or asked.draft, asked.prompts
-    if (asked.target or asked.prompts) and not all(given):
-        what = "--target, --draft or --heads, and --prompts"
-        raise ConfigError(f"{what} go together: without all of them it is the chat pair")
-    if all(given):
-        prompts = [Prompt(str(index), "given", text) for index, text in enumerate(prompts_of(asked.prompts))]
-        template = ChatTemplate.read(asked.target)
-        fixed = synchronous(asked.draft_tokens)
-        variants = (WITH_HEAD, replace(fixed, proposers=("heads",))) if asked.heads else (AUTO, fixed)
-    else:
-        asked.target = open_model_folder(CHAT_MODEL).path
-        prompts, template = questions(asked.per_class), ChatTemplate.read(asked.target)
-        variants = (AUTO, *ALONE) if asked.heads and asked.draft else (WITH_HEAD if asked.heads else AUTO,)
-    encode = (lambda prompt: prompt.prompt) if template is None else (lambda prompt: template_ids(template, prompt))
-    draft = asked.draft or (None if asked.heads else CHAT_DRAFT)
-    cells = GIVEN if all(given) else tuple(cell for cell in RATE_BARS if cell[1] == 0 or not asked.heads)
-    has_encoder = open_model_folder(str(asked.target)).has_encoder
-    chosen = prompts[: asked.prompt_count or None]
-    return Pair(asked.target, draft, asked.heads, chosen, encode, variants, cells, has_encoder)
+            def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
+                name, rule = str(cell["drafters"]), str(cell["rule"])
+                own = DRAFTERS[name]
+                if name not in current:
+                    stack.close()
+                    current.clear()
+                    current[name] = stack.enter_context(served(own))
+                place, prompts = current[name]
+                place.set_rtt(float(cell["rtt_ms"]), TARGET_RTT_MS)
 
+                def measured(variant: Variant, turn: int) -> Values:
+                    if own.is_killed and turn == 1 and place.services.draft:
+                        place.services.draft.process.kill()
+                    prompt = prompts[turn % len(prompts)]
+                    request = request_of(variant, rule, prompt, asked.max_tokens, ignore_eos=False)
+                    return generate(place.stubs[0 if variant.draft_length is None else -1], request)[0]
 
-def texts_of(place: Placed, cell: Cell, pair: Pair, tokens: int) -> Found:
-    """Returns the texts of one rule and round trip; the first prompt warms up."""
-    rule, rtt_ms = cell
-    place.set_rtt(rtt_ms, 0.2)
-    found = Found()
-    for prompt in track([pair.prompts[0], *pair.prompts], f"{rule}, RTT {rtt_ms:g} ms", console=Console(stderr=True)):
-        for variant in (OFF, *pair.variants):
-            request = request_of(variant, rule, pair.encoded(prompt), tokens, ignore_eos=False)
-            stub = place.stubs[0 if variant.draft_length is None else -1]
-            found.add(variant.name, prompt.name, generate(stub, request))
-    return found
+                return {variant.name: partial(measured, variant) for variant in (OFF, *own.ways)}
 
+            yield contenders
 
-def table_of(found: dict[Cell, Found], pair: Pair) -> Table:
-    """A line for each rule, round trip and way; `accepted` and `tested / accepted`: see the page of performance."""
-    names = " and ".join(own.name for own in (pair.draft, pair.heads) if own)
-    table = Table(title=f"{pair.target.name} with {names}, over plain decoding")
-    for name in ("rule", "RTT ms", "way", "tok/s", "/ off", "whole texts / off", "accepted", "acceptance", "a round"):
-        table.add_column(name, justify="left" if name in ("rule", "way") else "right")
-    for (rule, rtt_ms), own in found.items():
-        table.add_row(rule, f"{rtt_ms:g}", OFF.name, f"{rate(list(own.texts[OFF.name].values())):.1f}")
-        for variant in pair.variants:
-            texts = list(own.texts[variant.name].values())
-            ratios = [str(ratio_over_off(own, variant, of)) for of in (per_second, whole_per_second)]
-            length = sum(len(text.token_ids) for text in texts) / sum(text.statistics.rounds for text in texts)
-            shares = f"{model_share(texts):.2f}", f"{acceptance(texts):.2f}", f"{length:.2f}"
-            table.add_row(rule, f"{rtt_ms:g}", variant.name, f"{rate(texts):.1f}", *ratios, *shares)
-    return table
+    def over_best(self, results: Results, cell: Cell) -> tuple[str, Ratio | None]:
+        """The best way beside `auto`, and `auto` over it in tokens per second: over plain decoding the median of texts;
+        over another way all texts together, as tries of both policies move single ratios between 0.5 and 2."""
+        rates = {way: pooled(results, cell, way, "tokens", "seconds") or 0 for way in results.samples(cell)}
+        best = max((way for way in rates if way != "auto"), key=lambda way: rates[way], default=OFF.name)
+        if best == OFF.name:
+            return best, results.ratio(cell, "auto", best, "tokens_per_s")
+        return best, pooled_ratio(results, cell, "auto", best, "tokens", "seconds")
 
+    def goal(self, cell: Cell) -> float:
+        """The bar of a cell."""
+        return DRAFTERS[str(cell["drafters"])].goals[str(cell["rule"]), float(cell["rtt_ms"])]
 
-def published_table() -> Table:
-    """The measurements of the paper with their settings."""
-    table = Table(title=PUBLISHED_TITLE)
-    for name in ("task", "temperature", "draft tokens", "acceptance", "of plain"):
-        table.add_column(name, justify="left" if name == "task" else "right")
-    for task, temperature, length, accepted, speed in PUBLISHED:
-        table.add_row(task, str(temperature), str(length), f"{accepted:.2f}", f"{speed:.1f}")
-    return table
+    def row(self, results: Results, cell: Cell, way: str) -> list[str]:
+        """The line of one way in one cell."""
+        medians = [shown(results.median(cell, way, "tokens_per_s")), "", ""]
+        if way != OFF.name and (ratio := results.ratio(cell, way, OFF.name, "tokens_per_s")):
+            medians[1:] = ratio.short(), shown(pooled(results, cell, way, "accepted", "tested"))
+        best, best_ratio = self.over_best(results, cell)
+        goal, over = self.goal(cell), ""
+        if best_ratio and way == "auto":
+            over = f"{best_ratio.short(goal)} ({best}; bar {goal:g})"
+        steps = shown(pooled(results, cell, way, "tokens", "steps"))
+        return [str(cell["rule"]), f"{cell['rtt_ms']:g}", way, *medians, steps, over]
 
+    def tables(self, results: Results) -> list[Table]:
+        tables = []
+        for name in dict.fromkeys(str(cell["drafters"]) for cell in results.cells()):
+            cells = results.cells(drafters=name)
+            rows = [self.row(results, cell, way) for cell in cells for way in results.samples(cell)]
+            tables.append(Table(name, f"{name}: {self.about}", COLUMNS, rows))
+        return tables
 
-def ratio_over_off(found: Found, variant: Variant, of: Callable[[Text], float] = per_second) -> Ratio:
-    """A way over plain decoding, of all texts."""
-    return found.ratio(variant.name, OFF.name, of, None) or ratio_of([0.0])
+    def bars(self, results: Results) -> list[Bar]:
+        bars = []
+        for cell in results.cells():
+            way, ratio = self.over_best(results, cell)
+            claim = f"{cell['drafters']}, {cell['rule']}, RTT {cell['rtt_ms']:g} ms: auto / {way}"
+            bars.append(of_ratio(claim, self.goal(cell), ratio))
+        return bars
 
 
-def model_share(texts: Sequence[Text]) -> float:
-    """Accepted of all verified draft tokens of the draft model or head, those after a rejected one among them."""
-    counts = [text.statistics for text in texts]
-    proposed = sum(each.num_model_draft_tokens + each.num_heads_draft_tokens for each in counts)
-    accepted = sum(each.num_model_accepted_tokens + each.num_heads_accepted_tokens for each in counts)
-    return accepted / max(1, proposed)
-
-
-def acceptance(texts: Sequence[Text]) -> float:
-    """Accepted of the draft tokens, of all proposers, whose predecessors were accepted: the paper's alpha."""
-    return sum(text.tested[0] for text in texts) / max(1, sum(text.tested[1] for text in texts))
-
-
-def rate(texts: Sequence[Text]) -> float:
-    """Tokens per second of all texts together; one of a single token has none."""
-    timed = [text for text in texts if text.tokens_per_s]
-    return sum(len(text.token_ids) for text in timed) / sum(len(text.token_ids) / text.tokens_per_s for text in timed)
-
-
-def bars_of(found: dict[Cell, Found], pair: Pair) -> list[Bar]:
-    """Those of the chat pair: over plain decoding, or of all proposers over the best one alone."""
-    bars = []
-    for cell, own in found.items():
-        where = f"{cell[0]}, RTT {cell[1]:g} ms"
-        if ALONE[0] in pair.variants:
-            over = {one.name: own.ratio(AUTO.name, one.name, per_second, None) or ratio_of([0.0]) for one in ALONE}
-            best = min(over, key=lambda name: over[name].median)
-            bars.append(Bar(f"chat pair, all proposers / {best} alone, {where}", ALONE_BAR, over[best].median))
-        else:
-            name = f"chat pair, auto / off, {where}"
-            bars.append(Bar(name, RATE_BARS[cell], ratio_over_off(own, AUTO).median))
-    return bars
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    flags = argparse.ArgumentParser(prog="python -m bench.pair", description=(__doc__ or "").splitlines()[0])
-    flags.add_argument("--target", type=Path, help="folder of the target (the chat model)")
-    flags.add_argument("--draft", type=Path, help="folder of its draft (the chat model's)")
-    flags.add_argument(
-        "--heads", type=Path, help="folder of an EAGLE-3 head on the target; chat pair: beside --draft too"
-    )
-    flags.add_argument("--prompts", type=Path, help="prompts of a given pair: one a line, or .jsonl with `prompt`")
-    flags.add_argument("--prompt-count", type=int, default=0, help="first prompts; 0: all (%(default)s)")
-    flags.add_argument("--draft-tokens", type=int, default=7, help="of a round of a given pair (%(default)s)")
-    flags.add_argument("--per-class", type=int, default=2, help="questions of every class (%(default)s)")
-    flags.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
-    flags.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (%(default)s)")
-    add_check_flag(flags)
-    return flags
-
-
-def main() -> int:
-    asked = parser().parse_args()
-    is_given = asked.target is not None
-    console = Console(width=150)
-    try:
-        pair = pair_of(asked)
-        head = {"heads": str(pair.heads)} if pair.heads else None
-        with placed(pair.target, "bfloat16", "auto", draft_model=pair.draft or DRAFT_MODEL, target=head) as place:
-            hardware = description(place)
-            found = {cell: texts_of(place, cell, pair, asked.tokens) for cell in pair.cells}
-    except SpecdecError as error:
-        print(f"pair: {error}", file=sys.stderr)
-        return 1
-    console.print(table_of(found, pair))
-    steps: list[StackSteps] = []
-    if pair.has_encoder and pair.draft:
-        steps = [measure_stacks(folder, dtype) for folder, dtype in ((pair.target, "bfloat16"), (pair.draft, "auto"))]
-        console.print(stack_table(steps), published_table())
-    bars = [] if is_given else bars_of(found, pair)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    written = {"hardware": hardware, "bars": as_json(bars), "steps": [asdict(own) for own in steps]}
-    for (rule, rtt_ms), own in found.items():
-        for variant in pair.variants:
-            texts = list(own.texts[variant.name].values())
-            facts = {"acceptance": acceptance(texts), "whole": asdict(ratio_over_off(own, variant, whole_per_second))}
-            written[f"{variant.name}, {rule}, RTT {rtt_ms:g} ms"] = asdict(ratio_over_off(own, variant)) | facts
-    name = f"pair-{pair.target.name}.json" if is_given else "pair.json"
-    (asked.out / name).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return conclude(bars, console, asked.check) if bars else 0
-
+BENCHMARK = Pair()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

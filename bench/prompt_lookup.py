@@ -1,24 +1,21 @@
-"""Prompt lookup of `transformers` on a loaded model: it drafts what followed the last tokens' first earlier occurrence.
-
-Greedy and with one thread, as our target computes. A text ends at the model's own end of text. The number of tokens
-looked up at a time is the best of a few, found on prompts that are not measured; the rest are the library's defaults.
-"""
+"""`transformers` generate in this process, and its prompt lookup, which drafts what followed the last tokens' first
+earlier occurrence, at the best number of tokens, found on prompts that are not measured."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-
-from bench.assisted import PAD_TOKEN_ID, Clock
+from transformers.generation.streamers import BaseStreamer
 
 NUM_TOKENS = (3, 5, 10, 20, 32)
+PAD_TOKEN_ID = 0
 Model = Any  # a causal model of `transformers`, whose own types do not know that it generates
 
 
@@ -34,14 +31,23 @@ class Generation:
     passes: int
 
     @property
-    def tokens_per_s(self) -> float:
-        """After the first pass; 0 for a text of one pass."""
-        return (len(self.token_ids) - self.first_tokens) / (self.seconds - self.first_seconds)
+    def values(self) -> dict[str, float]:
+        """What came after the first pass, in the words of `bench.texts.generate`."""
+        tokens, seconds = len(self.token_ids) - self.first_tokens, self.seconds - self.first_seconds
+        return {"tokens_per_s": tokens / seconds, "tokens": tokens, "steps": self.passes - 1, "seconds": seconds}
 
-    @property
-    def tokens_per_pass(self) -> float:
-        """After the first pass, which reads the prompt."""
-        return (len(self.token_ids) - self.first_tokens) / max(1, self.passes - 1)
+
+@dataclass(slots=True)
+class Clock(BaseStreamer):
+    """When tokens came, and how many at a time; the first call brings the prompt."""
+
+    moments: list[tuple[float, int]] = field(default_factory=list)
+
+    def put(self, value: torch.Tensor) -> None:
+        self.moments.append((time.perf_counter(), value.numel()))
+
+    def end(self) -> None:
+        pass
 
 
 def load(folder: Path, dtype: str) -> Model:
@@ -52,20 +58,23 @@ def load(folder: Path, dtype: str) -> Model:
 
 
 @torch.inference_mode()
-def generate(model: Model, prompt_ids: Sequence[int], max_tokens: int, num_tokens: int | None) -> Generation:
-    """The greedy continuation, at most `max_tokens` long, with `num_tokens` looked up at a time; None: plain."""
-    torch.set_num_threads(1)
+def generate(
+    model: Model,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    num_tokens: int | None = None,
+    threads: int = 1,
+    **more: Any,
+) -> Generation:
+    """The continuation to the model's own end of text, at most `max_tokens` long, with `num_tokens` looked up at a time
+    (None: plain); greedy, or as `more` says in the library's words."""
+    torch.set_num_threads(threads)
     ids = torch.tensor([list(prompt_ids)])  # [1, prompt] int64
     clock = Clock()
+    own = {"do_sample": False, "prompt_lookup_num_tokens": num_tokens, "pad_token_id": PAD_TOKEN_ID, **more}
     began_s = time.perf_counter()
     output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        pad_token_id=PAD_TOKEN_ID,
-        prompt_lookup_num_tokens=num_tokens,
-        streamer=clock,
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, streamer=clock, **own
     )
     seconds = time.perf_counter() - began_s
     _prompt, (first_s, first_tokens), *later = clock.moments

@@ -1,4 +1,4 @@
-"""Prompts of the benchmarks on the chat model, written for them: answers that copy from the prompt, and others.
+"""Targets by name, held-out prompts, and two kinds of prompts for the chat model that were written for the benchmarks.
 
 A copying prompt asks for a code edit, a quotation or a JSON repair; most of its answer stands in the prompt. Prose
 prompts ask for explanations, stories and advice. Settings are found on the tuning prompts, which are never measured.
@@ -12,17 +12,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.deepened import write_deepened, write_widened
+from specdec.chat.template import ChatTemplate
+from specdec.engine.loading.model_folder import open_model_folder
+from specdec.folders import CHAT_PROMPTS, heldout_prompts
+
 FOLDER = Path(__file__).resolve().parent
 COPYING_KINDS, PROSE_KIND = ("code edit", "quoting", "json repair"), "prose"
+WRITTEN = {"deepened": write_deepened, "widened": write_widened}  # the embedded target made larger
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One message of a user. `name` is its own within all files; `kind` is of COPYING_KINDS, or PROSE_KIND."""
+    """One message of a user. `name` is its own within all files; `kind` is of COPYING_KINDS, PROSE_KIND, or the class
+    of a question."""
 
     name: str
     kind: str
     prompt: str
+
+    def ids(self, template: ChatTemplate) -> tuple[int, ...]:
+        """The token ids of the message as the only one of a conversation."""
+        return template.encode([{"role": "user", "content": self.prompt}])
 
 
 def copying_prompts() -> list[Prompt]:
@@ -52,3 +63,19 @@ def read(file_name: str) -> list[Prompt]:
     """The prompts of a file in this folder, one JSON object a line."""
     lines = (FOLDER / file_name).read_text(encoding="utf-8").splitlines()
     return [Prompt(**json.loads(line)) for line in lines]
+
+
+def target_folder(name: str, scratch: Path) -> Path:
+    """Returns the folder of a target: of WRITTEN, written to `scratch`, or one that is there. Raises ModelRefused."""
+    return WRITTEN[name](scratch) if name in WRITTEN else open_model_folder(name).path
+
+
+def sent_prompts(file: Path, target: Path) -> list[str] | list[tuple[int, ...]]:
+    """Returns the prompts of a file as they are sent to a target: of CHAT_PROMPTS, those of each class in turns, the
+    token ids of a conversation."""
+    template = ChatTemplate.read(target) if file == CHAT_PROMPTS else None
+    if template is None:
+        return list(heldout_prompts(file).values())
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    questions = in_turns([Prompt(str(row["id"]), row["class"], row["prompt"]) for row in rows])
+    return [question.ids(template) for question in questions]

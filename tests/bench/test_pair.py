@@ -1,67 +1,48 @@
-"""The benchmark of a pair: a whole run on a tiny encoder-decoder pair, and the acceptance that it tells."""
+"""The benchmark of what drafts for a target: a whole run on the shipped encoder-decoder pair."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from bench import pair
-from bench.pipeline.variants import OFF, synchronous
-from bench.proposers.texts import Text
-from bench.step.encoder_decoder import ROWS, measure_stacks
-from specdec.v1 import coordinator_service_pb2 as pb
-from tests.support.encoder_decoder_models import make_encoder_decoder, make_resembling
+from bench.pair import BENCHMARK, DRAFTERS
+from bench.pipeline.variants import OFF, RULES_DEFAULT
+from bench.results import Results, read_results
+from bench.runner import main
+
+NAME, CELL = "formatting", {"drafters": "formatting", "rule": RULES_DEFAULT[0], "rtt_ms": 0.0}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("t5")
-    make_resembling(folder / "draft", make_encoder_decoder(folder / "target", "t5-gated", seed=1))
-    (folder / "prompts.jsonl").write_text('{"prompt": "def total(values):"}\n{"prompt": "return sum(values)"}\n')
-    return folder
+def test_a_run_tells_every_way_over_plain_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Claim: a run measures plain decoding, `auto` and rounds of a fixed length on every prompt, with the acceptance of
+    a draft token and the tokens of a step; table and bars follow from its JSON. Conclusive: real services, with a draft
+    that is right nine times in ten on prompts of this kind."""
+    told = ["--drafters", NAME, "--quick", "--turns", "1", "--max-tokens", "24", "--out", str(tmp_path)]
+    assert main(BENCHMARK, told) == 0
+    results = read_results(tmp_path / "pair.json")
+    samples = results.samples(CELL)
+    assert list(samples) == [OFF.name, *(way.name for way in DRAFTERS[NAME].ways)]
+    assert samples[OFF.name]["steps"] == samples[OFF.name]["tokens"] and samples[OFF.name]["tested"] == [0]
+    (accepted,), (tested,) = (samples["sync 7"][measure] for measure in ("accepted", "tested"))
+    assert 0 < accepted <= tested and samples["sync 7"]["steps"] < samples[OFF.name]["steps"]
+    (table,), (bar,) = BENCHMARK.tables(results), BENCHMARK.bars(results)
+    assert table.name == NAME and [row[2] for row in table.rows] == list(samples)
+    assert bar.bound == DRAFTERS[NAME].goals[CELL["rule"], 0.0] and bar.reached is not None
+    assert "auto / best other" in capsys.readouterr().out
 
 
-def test_an_encoder_decoder_pair_is_measured_beside_the_published_one(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Claim: a run on two folders and a file of prompts tells, for each rule, auto and rounds of a fixed length over
-    plain decoding with the acceptance of a draft token, the steps of both stacks, and the published results with their
-    settings; results lie in a file of their own, without bars. Conclusive: real services, with a draft that is the
-    target's near likeness."""
-    told = f"--target {folders / 'target'} --draft {folders / 'draft'} --prompts {folders / 'prompts.jsonl'}"
-    monkeypatch.setattr(sys, "argv", ["pair", *told.split(), "--tokens", "16", "--out", str(tmp_path)])
-    assert pair.main() == 0
-    written = json.loads((tmp_path / "pair-target.json").read_text())
-    for rule, rtt_ms in pair.GIVEN:
-        for variant in (pair.AUTO, synchronous(7)):
-            cell = written[f"{variant.name}, {rule}, RTT {rtt_ms:g} ms"]
-            assert cell["pair_count"] == cell["whole"]["pair_count"] == 2 and cell["median"] > 0
-            assert 0 <= cell["acceptance"] <= 1
-    assert max(written[f"sync 7, {rule}, RTT 0 ms"]["acceptance"] for rule, _ in pair.GIVEN) > 0.1
-    assert not written["bars"] and [own["model"] for own in written["steps"]] == ["target", "draft"]
-    shown = capsys.readouterr().out
-    assert "T5-small, 77M" in shown and "0.75" in shown and "3.4" in shown and OFF.name in shown
-
-
-def test_flags_of_a_pair_go_together(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Claim: a target without a draft or prompts is refused in one line, before anything is started."""
-    monkeypatch.setattr(sys, "argv", ["pair", "--target", "/tmp"])
-    assert pair.main() == 1
-    assert "--target, --draft or --heads, and --prompts go together" in capsys.readouterr().err
-
-
-def test_acceptance_is_of_tested_tokens() -> None:
-    """Claim: acceptance counts draft tokens whose predecessors were accepted, over all texts together. By hand."""
-    texts = [Text(1.0, 1.0, (), pb.Statistics(), tested) for tested in ((3, 4), (0, 2), (0, 0))]
-    assert pair.acceptance(texts) == 0.5 and pair.acceptance(texts[2:]) == 0
-
-
-def test_steps_of_both_stacks_are_told(folders: Path) -> None:
-    """Claim: the encoder is timed at the lengths that the model takes, the decoder at every number of rows and in a
-    tree. Conclusive: the model has 256 positions for an input, fewer than the longest of the lengths."""
-    found = measure_stacks(folders / "target", "float32", turns=2)
-    assert list(found.encoder_ms) == [16, 64, 192] and list(found.decoder_ms) == list(ROWS)
-    assert min(*found.encoder_ms.values(), *found.decoder_ms.values(), found.tree_ms) > 0
+def test_auto_is_compared_with_the_best_other_way() -> None:
+    """Claim: with several ways the one with most tokens per second of all texts counts, and all texts together; with
+    plain decoding as the best, the median of the texts. Conclusive: the two numbers differ on these two texts."""
+    results = Results({})
+    rates = {"off": (10.0, 10.0), "auto": (40.0, 10.0), "draft": (20.0, 10.0), "heads": (5.0, 5.0)}
+    for name, drafters in (("deepened-both", rates), ("deepened-killed", {own: rates[own] for own in ("off", "auto")})):
+        for way, own in drafters.items():
+            for rate in own:
+                values = {"tokens_per_s": rate, "tokens": 100.0, "seconds": 100 / rate}
+                values |= {"steps": 50.0, "accepted": 1.0, "tested": 2.0}
+                results.add({"drafters": name, "rule": RULES_DEFAULT[0], "rtt_ms": 0.0}, way, values)
+    both, killed = BENCHMARK.bars(results)
+    assert both.claim.endswith("auto / draft") and both.reached == pytest.approx((200 / 12.5) / (200 / 15))
+    assert killed.claim.endswith("auto / off") and killed.reached == 2.5

@@ -75,4 +75,5 @@ def test_prompt_lookup_is_plain_greedy_decoding() -> None:
     assert looked_up.passes < plain.passes == len(plain.token_ids)
     assert looked_up.first_tokens >= plain.first_tokens == 1
     for own in (plain, looked_up):
-        assert 0 < own.first_seconds < own.seconds and own.tokens_per_s > 0
+        assert 0 < own.first_seconds < own.seconds and own.values["tokens_per_s"] > 0
+        assert own.values["tokens"] == len(own.token_ids) - own.first_tokens
