@@ -24,10 +24,11 @@ from typing import Any
 
 import grpc
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 import specdec
-from bench.overhead import GREEDY, STREAM_COUNT, TABLE_PROMPT, beyond_ms, track_quietly
+from bench.overhead import GREEDY, STREAM_COUNT, TABLE_PROMPT, beyond_ms
 from bench.pipeline.placement import processor_name
 from bench.pipeline.samples import measure
 from bench.pipeline.variants import AUTO, OFF, Variant
@@ -54,6 +55,10 @@ class Side:
 
     coordinators: dict[Variant, tuple[str, int]]
     stub: pb_grpc.CoordinatorServiceStub
+
+
+def track_quietly(items: Sequence[Any], what: str) -> Iterator[Any]:
+    return iter(track(items, what, console=Console(stderr=True)))
 
 
 def python_of(checkout: Path) -> str:
