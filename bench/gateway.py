@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +113,16 @@ class Gateway:
             def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
                 width = int(cell["streams"])
 
-                def over_grpc(turn: int) -> Values:
-                    return client.submit(read_texts, through_grpc, address, width, turn).result()[0]
-
-                def over_http(turn: int) -> Values:
+                def read(way: Way, at: str, turn: int) -> Values:
                     before_s = cpu_seconds(gateway.process.pid)
-                    values, count = client.submit(read_texts, through_http, gateway.address, width, turn).result()
-                    spent_s = cpu_seconds(gateway.process.pid) - before_s
-                    return values | {"cpu_us": 1e6 * spent_s / count, "memory_mb": gateway.memory_peak_bytes / 1e6}
+                    values, count = client.submit(read_texts, way, at, width, turn).result()
+                    if way is through_http:
+                        values["cpu_us"] = 1e6 * (cpu_seconds(gateway.process.pid) - before_s) / count
+                        values["memory_mb"] = gateway.memory_peak_bytes / 1e6
+                    return values
 
                 results.notes["start_s"] = start_s
-                return {GRPC: over_grpc, HTTP: over_http}
+                return {GRPC: partial(read, through_grpc, address), HTTP: partial(read, through_http, gateway.address)}
 
             yield contenders
 

@@ -2,16 +2,15 @@
 
 The time of a round beyond the target's forward pass and sampler, with models that compute nothing, on loopback, over
 the echo of one stream message. The coordinator's CPU a token with many streams of the shipped pair, over that of a bare
-grpc.aio server that streams messages of the same sizes at the same times to as many clients. Bytes on the draft's link
-and evaluated nodes a token, by rule, for a streamed chain and a streamed tree on held-out prompts; the target is made
-deeper there, since a slow target lets the draft run farther.
+grpc.aio server that streams messages of the same sizes at the same times to as many clients. Bytes a token on the
+draft's link, by rule, for a streamed chain and a streamed tree on held-out prompts; the target is made deeper there,
+since a slow target lets the draft run farther.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -44,6 +43,7 @@ ROUND = "a round beyond forward and sampler, ms, over the echo of a message"
 CPU = f"coordinator CPU a token, {STREAM_COUNT} streams, µs, over a bare gRPC server"
 BYTES = "the draft's link"
 OVER_MAX = {ROUND: {OFF.name: 5.0, AUTO.name: 6.0}, CPU: {OFF.name: 2.0, AUTO.name: 2.3}}
+SENT = (CHAIN.name, TREE.name)
 BYTES_MAX = {(CHAIN.name, False): 100, (CHAIN.name, True): 400, (TREE.name, False): 800, (TREE.name, True): 3500}
 
 
@@ -104,7 +104,7 @@ def links() -> Iterator[Contenders]:
         def sent(variant: Variant, rule: str, turn: int) -> Values:
             prompt = prompts[turn % len(prompts)]
             sample = measure(place.stub_of(variant), variant, rule, 0.0, prompt, MAX_TOKENS)
-            return {"bytes": sample.draft_bytes / MAX_TOKENS, "nodes": sample.evaluated_nodes / MAX_TOKENS}
+            return {"bytes": sample.draft_bytes / MAX_TOKENS}
 
         yield lambda rule: {variant.name: partial(sent, variant, rule) for variant in (CHAIN, TREE)}
 
@@ -147,16 +147,18 @@ class Overhead:
             what, unit, over = kind.rsplit(", ", 2)
             costs.append([f"{what}, {unit}", *(shown(results.median({"of": kind}, name, "cost")) for name in names)])
             costs.append([over, *(over_of(results, kind, name).short(bounds[name], True) for name in names)])
-        sent = []
-        for cell in results.cells(of=BYTES):
-            rule, every = str(cell["rule"]), (CHAIN.name, TREE.name)
-            limits = [BYTES_MAX[name, rule == NUCLEUS] if is_limited(rule) else None for name in every]
-            byte_counts = [shown(mean(results, cell, name, "bytes"), limit, True) for name, limit in zip(every, limits)]
-            sent.append([rule, *byte_counts, *(shown(mean(results, cell, name, "nodes")) for name in every)])
-        columns = ["a token", "chain, bytes", "tree, bytes", "chain, nodes", "tree, nodes"]
+        sent = [
+            [
+                str(cell["rule"]),
+                *(shown(results.median(cell, name, "bytes"), bound_of(cell, name), True) for name in SENT),
+            ]
+            for cell in results.cells(of=BYTES)
+        ]
         return [
             Table("cost", f"{self.about} (bars 5 and 6, 2.0 and 2.3)", ["", *names], costs),
-            Table("bytes", "on the draft's link (bars: ids 100 and 800 bytes, top-p 400 and 3,500)", columns, sent),
+            Table(
+                "bytes", "bytes a token on the draft's link (bars: ids 100, 800, top-p 400, 3,500)", ["", *SENT], sent
+            ),
         ]
 
     def bars(self, results: Results) -> list[Bar]:
@@ -166,10 +168,9 @@ class Overhead:
                 ratio = over_of(results, kind, name)
                 bars.append(Bar(f"{kind}: {name}", bound, ratio.median, str(ratio), is_limit=True))
         for (name, is_drawn), bound in BYTES_MAX.items():
-            cells = {str(cell["rule"]): cell for cell in results.cells(of=BYTES) if is_limited(str(cell["rule"]))}
-            own = {rule: cell for rule, cell in cells.items() if (rule == NUCLEUS) == is_drawn}
-            values = {rule: mean(results, cell, name, "bytes") for rule, cell in own.items()}
-            claim = f"bytes a token on the draft's link, {name}, {NUCLEUS if is_drawn else 'ids'}"
+            cells = [cell for cell in results.cells(of=BYTES) if bound_of(cell, name) == bound]
+            values = {str(cell["rule"]): results.median(cell, name, "bytes") or 0.0 for cell in cells}
+            claim = f"bytes a token on the draft's link, {name}, {'top-p' if is_drawn else 'ids'}"
             bars.append(worst_of(claim, bound, values, is_limit=True, stretch=bound / 2))
         return bars
 
@@ -179,14 +180,10 @@ def over_of(results: Results, kind: str, name: str) -> Ratio:
     return ratio_of(results.samples({"of": kind})[name]["over"])
 
 
-def is_limited(rule: str) -> bool:
-    """Whether a rule has a bar: one that sends ids, or truncated distributions."""
-    return rule == NUCLEUS or "REJECTION" not in rule
-
-
-def mean(results: Results, cell: Cell, name: str, measure: str) -> float:
-    """The mean over prompts, each of as many tokens."""
-    return statistics.fmean(results.samples(cell)[name][measure])
+def bound_of(cell: Cell, name: str) -> float | None:
+    """The bar of a rule that sends ids, or truncated distributions; whole distributions have none."""
+    rule = str(cell["rule"])
+    return BYTES_MAX[name, rule == NUCLEUS] if rule == NUCLEUS or "REJECTION" not in rule else None
 
 
 BENCHMARK = Overhead()
