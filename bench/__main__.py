@@ -20,6 +20,7 @@ from bench import NAMES
 from bench.bars import Bar, table_of
 from bench.results import COMMITTED
 from bench.runner import load
+from tests.support.processes import module_command
 
 
 def bars_in(folder: Path) -> dict[str, list[Bar]]:
@@ -53,7 +54,7 @@ def run_all(names: Sequence[str], flags: Sequence[str], console: Console) -> int
         left = sum(minutes[other] for other in names[place:])
         spent = (time.monotonic() - started_s) / 60
         console.rule(f"{place + 1} of {len(names)}: {name}; {spent:.0f} minutes so far, some {left:.0f} more")
-        if subprocess.run([sys.executable, "-m", f"bench.{name}", *flags], check=False).returncode:
+        if subprocess.run(module_command(f"bench.{name}", *flags), check=False).returncode:
             failed.append(name)
     if failed:
         console.print(f"[red]failed, or missed a bar: {', '.join(failed)}[/red]")
