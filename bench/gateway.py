@@ -1,9 +1,7 @@
-"""What the gateway adds to gRPC: CPU per event, time to the first token and per event, throughput, start and memory.
+"""`python -m bench.gateway`: what the gateway adds to gRPC.
 
-`python -m bench.gateway` runs the same texts through `Generate` and through HTTP, in turn, on the same services, and
-prints ratios. CPU times are those of a process that does nothing else: the gateway, and a bare gRPC reader.
-`--vocabulary N` instead trains a tokenizer of N tokens on the sources of the installed packages, and prints start and
-memory of a gateway with it.
+The same texts through `Generate` and through HTTP, in turns, on the same services. CPU times are those of a process
+that does nothing else: the gateway, and a bare gRPC reader. `--model FOLDER`: start and memory with another vocabulary.
 """
 
 from __future__ import annotations
@@ -13,35 +11,37 @@ import asyncio
 import json
 import multiprocessing
 import statistics
-import tempfile
+import sys
 import time
-import urllib.request
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-import torch
-
-from bench.gpu_models import TINY, plain_model
+from bench.bars import Bar
+from bench.results import Cell, Results, Table, shown
+from bench.runner import Contender, Prepared, Values, main
 from specdec.client.request import make_request
 from specdec.client.stream import Client
 from specdec.gateway_settings import GatewaySettings
-from specdec.launch.children import Child, start
+from specdec.launch.children import start
 from specdec.settings import split_address
 from tests.support import harness
+from tests.support.processes import cpu_seconds
 
-PROMPT = [7, 300, 1200, 45, 9] * 40  # of 200 tokens
-TRAINING_BYTES = 40 << 20  # of text, for 150,000 tokens
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True}
+Way = Callable[[str, int], AsyncGenerator[float, None]]  # address and number of a text to the times of its events
+
+PROMPT, TOKENS = [7, 300, 1200, 45, 9] * 40, 150
+WIDTHS = (1, 32)
+GRPC, HTTP = "gRPC", "HTTP"
+BODY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS}
 
 
-async def through_grpc(address: str, count: int, seed: int) -> AsyncGenerator[float, None]:
+async def through_grpc(address: str, number: int) -> AsyncGenerator[float, None]:
     """Yields the time of the start of a text, and that of each event, in seconds."""
-    request = make_request(PROMPT, temperature=0.0, ignore_eos=True, max_tokens=count, cache_salt=str(seed))
+    request = make_request(PROMPT, temperature=0.0, ignore_eos=True, max_tokens=TOKENS, cache_salt=str(number))
     async with Client(address, resume_s=0.0) as client:
         yield time.perf_counter()
         async with aclosing(client.messages(request)) as messages:
@@ -50,10 +50,10 @@ async def through_grpc(address: str, count: int, seed: int) -> AsyncGenerator[fl
                     yield time.perf_counter()
 
 
-async def through_http(address: str, count: int, seed: int) -> AsyncGenerator[float, None]:
+async def through_http(address: str, number: int) -> AsyncGenerator[float, None]:
     """As `through_grpc`, over HTTP."""
     reader, writer = await asyncio.open_connection(*split_address(address))
-    data = json.dumps(BODY | {"max_tokens": count, "cache_salt": str(seed)}).encode()
+    data = json.dumps(BODY | {"prompt": PROMPT, "cache_salt": str(number)}).encode()
     lines = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close")
     head = "\r\n".join([*lines, f"Content-Length: {len(data)}"])
     yield time.perf_counter()
@@ -64,160 +64,92 @@ async def through_http(address: str, count: int, seed: int) -> AsyncGenerator[fl
     writer.close()
 
 
-async def measure(way: Any, address: str, count: int, width: int, seed: int) -> tuple[float, list[float], list[float]]:
-    """Runs texts, `width` at once; returns the seconds of all, the times to the first event, and between events."""
-    firsts: list[float] = []
-    gaps: list[float] = []
+def read_texts(way: Way, address: str, width: int, turn: int) -> tuple[dict[str, float], int]:
+    """Reads texts, `width` at once; returns what was measured, with this process's CPU an event, and the events."""
 
-    async def one(number: int) -> None:
-        times = [own async for own in way(address, count, seed * 1000 + number)]
-        firsts.append(times[1] - times[0])
-        gaps.extend(later - sooner for sooner, later in zip(times[1:], times[2:]))
+    async def one(number: int) -> list[float]:
+        return [moment_s async for moment_s in way(address, 1000 * turn + number)]
 
-    begin_s = time.perf_counter()
-    await asyncio.gather(*(one(number) for number in range(width)))
-    return time.perf_counter() - begin_s, firsts, gaps
+    async def every() -> list[list[float]]:
+        return await asyncio.gather(*map(one, range(width)))
 
-
-def bare_reader(address: str, count: int, width: int, results: Any) -> None:
-    """A process that reads texts by gRPC and does nothing else; puts its CPU seconds and its number of events."""
-
-    async def run() -> tuple[float, int]:
-        await measure(through_grpc, address, 16, 1, 1)  # connects, imports
-        begin_s = time.process_time()
-        _, firsts, gaps = await measure(through_grpc, address, count, width, 2)
-        return time.process_time() - begin_s, len(firsts) + len(gaps)
-
-    results.put(asyncio.run(run()))
+    began_s, before_s = time.perf_counter(), time.process_time()
+    texts = asyncio.run(every())
+    spent_s, took_s = time.process_time() - before_s, time.perf_counter() - began_s
+    count = sum(len(times) - 1 for times in texts)
+    gaps_s = [later - sooner for times in texts for sooner, later in zip(times[1:], times[2:])]
+    values = {"tokens_per_s": width * TOKENS / took_s, "cpu_us": 1e6 * spent_s / count}
+    values["first_ms"] = 1e3 * statistics.median(times[1] - times[0] for times in texts)
+    return values | {"between_ms": 1e3 * statistics.median(gaps_s)}, count
 
 
-def cpu_s(child: Child) -> float:
-    """CPU seconds of a process so far."""
-    with open(f"/proc/{child.process.pid}/stat", encoding="ascii") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
+class Gateway:
+    """See the module."""
 
+    name = "gateway"
+    about = "what HTTP adds to gRPC"
+    turns, quick_turns, minutes = 5, 2, 3
 
-def quantiles_ms(values: Sequence[float]) -> tuple[float, float]:
-    """Median and 99th percentile, in milliseconds."""
-    ordered = sorted(values)
-    return 1000 * statistics.median(ordered), 1000 * ordered[int(0.99 * (len(ordered) - 1))]
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model", type=Path, help="of the services (the embedded pair)")
 
+    def cells(self, asked: argparse.Namespace) -> list[Cell]:
+        return [{"streams": width} for width in WIDTHS]
 
-def report(grpc_address: str, gateway: Child, count: int, repeats: int) -> None:
-    """Prints the comparison."""
-    context = multiprocessing.get_context("spawn")
-    for width in (1, 32):
-        results = context.Queue()
-        before_s = cpu_s(gateway)
-        events = 0
-        ways: dict[str, list[Any]] = {"grpc": [], "http": []}
-        for repeat in range(repeats):
-            for name, way, address in (("grpc", through_grpc, grpc_address), ("http", through_http, gateway.address)):
-                ways[name].append(asyncio.run(measure(way, address, count, width, repeat)))
-        events = sum(len(firsts) + len(gaps) for _, firsts, gaps in ways["http"])
-        per_event_us = 1e6 * (cpu_s(gateway) - before_s) / events
-        reader = context.Process(target=bare_reader, args=(grpc_address, count, width, results))
-        reader.start()
-        reader_s, reader_events = results.get(timeout=600)
-        reader.join()
-        bare_us = 1e6 * reader_s / reader_events
-        print(
-            f"{width} streams: CPU {per_event_us:.0f} µs an event, bare reader {bare_us:.0f}, "
-            f"ratio {per_event_us / bare_us:.2f}"
-        )
-        for what, place in (("first event", 1), ("between events", 2)):
-            (one, one_99), (two, two_99) = (
-                quantiles_ms([value for run in ways[name] for value in run[place]]) for name in ("grpc", "http")
-            )
-            print(
-                f"  {what}: gRPC {one:.2f} ms (p99 {one_99:.2f}), HTTP {two:.2f} (p99 {two_99:.2f}), "
-                f"added {two - one:+.2f}"
-            )
-        ratios = [one[0] / two[0] for one, two in zip(ways["grpc"], ways["http"])]
-        print(f"  throughput of HTTP / gRPC: {statistics.median(ratios):.3f}")
-
-
-def training_texts() -> Iterator[str]:
-    """Yields sources of the installed packages, TRAINING_BYTES of them."""
-    byte_count = 0
-    for path in sorted(Path(tokenizers.__file__).parents[1].rglob("*.py")):
-        byte_count += path.stat().st_size
-        if byte_count > TRAINING_BYTES:
-            return
-        yield path.read_text(encoding="utf-8", errors="replace")
-
-
-def make_model(folder: Path, vocabulary_size: int) -> None:
-    """Writes a tiny model with a byte-level BPE of this size and a chat template."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary_size, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
-    )
-    made.train_from_iterator(training_texts(), trainer)
-    plain_model(
-        replace(TINY, vocabulary=made.get_vocab_size(), positions=4096), torch.device("cpu"), torch.float32
-    ).save_pretrained(folder)
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    print(
-        f"{made.get_vocab_size()} tokens, tokenizer.json of {(folder / 'tokenizer.json').stat().st_size / 1e6:.1f} MB"
-    )
-
-
-def report_vocabulary(vocabulary_size: int, repeats: int) -> None:
-    """Prints start and memory of gateways whose tokenizer has this many tokens, after chats of some 2,000 tokens."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model(folder, vocabulary_size)
-        chat = {"messages": [{"role": "user", "content": next(training_texts())[:6000]}], "max_tokens": 16}
-        with harness.running(folder, None, threads=1) as services:
-            settings = GatewaySettings(
-                port=0, address=(services.coordinator.address,), model=str(folder), log_level="error"
-            )
-            for _ in range(repeats):
-                begin_s = time.perf_counter()
-                with start("gateway", settings) as gateway:
-                    gateway.wait_ready()
-                    ready_s, own_s = time.perf_counter() - begin_s, cpu_s(gateway)
-                    for path, body in (("/v1/chat/completions", chat), ("/tokenize", {"messages": chat["messages"]})):
-                        post(gateway.address, path, body)
-                    memory = gateway.memory_peak_bytes / 1e6
-                print(f"start {ready_s:.1f} s, of which CPU {own_s:.1f} s; memory {memory:.0f} MB")
-
-
-def post(address: str, path: str, body: dict[str, Any]) -> None:
-    """Sends a request and reads its answer. Raises AssertionError unless it is 200."""
-    request = urllib.request.Request(
-        f"http://{address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert answer.status == 200 and answer.read()
-
-
-def main() -> None:
-    """Starts services and a gateway, and compares."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=200, help="of each text")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--vocabulary", type=int, help="tokens of a tokenizer made for start and memory alone")
-    asked = parser.parse_args()
-    if asked.vocabulary is not None:
-        report_vocabulary(asked.vocabulary, asked.repeats)
-        return
-    with harness.running(coordinator={"speculation_policy": "auto"}, threads=1) as services:
-        address = services.coordinator.address
-        begin_s = time.perf_counter()
-        with start("gateway", GatewaySettings(port=0, address=(address,), log_level="error")) as gateway:
+    @contextmanager
+    def prepared(self, asked: argparse.Namespace) -> Iterator[Prepared]:
+        target, draft = (asked.model, None) if asked.model else (harness.TARGET_MODEL, harness.DRAFT_MODEL)
+        policy = {"speculation_policy": "auto"}
+        with ExitStack() as stack:
+            client = stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+            services = stack.enter_context(harness.running(target, draft, policy, threads=1))
+            address = services.coordinator.address
+            own = GatewaySettings(port=0, address=(address,), model=str(target), log_level="error")
+            began_s = time.monotonic()
+            gateway = stack.enter_context(start("gateway", own))
             gateway.wait_ready()
-            print(f"start {time.perf_counter() - begin_s:.1f} s")
-            asyncio.run(measure(through_http, gateway.address, 50, 4, 99))
-            report(address, gateway, asked.tokens, asked.repeats)
-            print(f"memory {gateway.memory_peak_bytes / 1e6:.0f} MB")
+            start_s = time.monotonic() - began_s
 
+            def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
+                width = int(cell["streams"])
+
+                def read(way: Way, at: str, turn: int) -> Values:
+                    before_s = cpu_seconds(gateway.process.pid)
+                    values, count = client.submit(read_texts, way, at, width, turn).result()
+                    if way is through_http:
+                        values["cpu_us"] = 1e6 * (cpu_seconds(gateway.process.pid) - before_s) / count
+                        values["memory_mb"] = gateway.memory_peak_bytes / 1e6
+                    return values
+
+                results.notes["start_s"] = start_s
+                return {GRPC: partial(read, through_grpc, address), HTTP: partial(read, through_http, gateway.address)}
+
+            yield contenders
+
+    def tables(self, results: Results) -> list[Table]:
+        rows = []
+        for cell in results.cells():
+            first, between = (
+                [results.median(cell, way, measure) or 0.0 for way in (HTTP, GRPC)]
+                for measure in ("first_ms", "between_ms")
+            )
+            speed, cpu = (results.ratio(cell, HTTP, GRPC, measure) for measure in ("tokens_per_s", "cpu_us"))
+            ratios = [ratio.short() if ratio else "" for ratio in (speed, cpu)]
+            memory = shown(results.median(cell, HTTP, "memory_mb"))
+            rows.append(
+                [f"{cell['streams']}", shown(first[0] - first[1]), shown(between[0] - between[1]), *ratios, memory]
+            )
+        columns = ["streams", "to the first event, ms", "between events, ms", "tokens/s, HTTP / gRPC"]
+        columns += ["CPU of an event / a bare gRPC reader's", "resident memory, MB"]
+        return [
+            Table("cost", f"{self.about}; the gateway starts in {shown(results.notes['start_s'])} s", columns, rows)
+        ]
+
+    def bars(self, results: Results) -> list[Bar]:
+        return []
+
+
+BENCHMARK = Gateway()
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(BENCHMARK))

@@ -1,9 +1,9 @@
-"""`python -m bench.masks --tokenizer tokenizer.json`: the time of grammars for a tokenizer, by the thread's CPU clock.
+"""`python -m bench.masks`: the CPU time of grammars, for vocabularies of 4,096 and 150,000 tokens.
 
-Ten schemas, each with a text of it: the first grammar of a process with the reading of the tokenizer, further schemas
+Four schemas, each with a text of it: the first grammar of a process with the reading of the tokenizer, further schemas
 up to their first mask, and the masks of a verification of eight rows at every place of the texts, whose draft tokens
-are the next ones of the text. Then the time of a round of eight streams with a grammar over that without, in turns,
-through running services on a model of random weights with this tokenizer. Bars are for 150,000 tokens.
+are the next ones of the text. Then the time of a round of eight streams with a grammar over that without, through
+running services on a model of random weights with this tokenizer.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import resource
 import shutil
 import statistics
 import sys
-import tempfile
 import time
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing, contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+import transformers
+from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
-from bench.bars import Bar, add_check_flag, conclude
+from bench.bars import Bar
 from bench.gpu_models import Shape, plain_model
-from bench.results import Ratio, ratio_of
+from bench.results import Cell, Results, Table, shown
+from bench.runner import Contender, Prepared, Values, main
 from specdec.client.request import Request, make_request
 from specdec.client.stream import Client
-from specdec.folders import EMBEDDED_MODELS
 from specdec.grammar.compiler import Compiled, Compiler
 from specdec.grammar.matcher import PathMatcher
 from specdec.protocol.grammar import Grammar
@@ -39,9 +39,16 @@ from specdec.tokenizer_file import whole_tokenizer
 from tests.support import harness
 
 ROWS = 8
-P50_MS, P90_MS, NEW_SCHEMA_MS = 1.0, 4.0, 20.0
-ROUND_RATIO, ROUND_TOKENS = 1.05, 96
-PROMPT_LENGTH = 32
+PROMPT, ROUND_TOKENS = [*range(300, 332)], 96
+MASKED, PLAIN = "with a grammar", "without"
+TRAINED_TOKENS = 150_000
+MEASURES: dict[str, tuple[str, float | None]] = {  # what is shown, and what it may take at most
+    "first_ms": ("first grammar, with the tokenizer, ms", None),
+    "schema_ms": ("a further schema, to its first mask, at most, ms", 20.0),
+    "p50_ms": (f"masks of {ROWS} rows, p50, ms", 1.0),
+    "p90_ms": (f"masks of {ROWS} rows, p90, ms", 4.0),
+}
+ROUND, ROUND_MAX = f"a round of {ROWS} streams, with a grammar / without", 1.05
 
 Json = dict[str, Any]
 TEXT: Json = {"type": "string"}
@@ -61,13 +68,6 @@ def entries(entry: Json) -> Json:
 NODE: Json = record(name=TEXT, children=entries({"$ref": "#/$defs/node"}))
 CASES: tuple[tuple[Json, Any], ...] = (
     (
-        record(title=TEXT, summary=TEXT),
-        {
-            "title": "A day at the sea",
-            "summary": "Two friends walk along a shore, find a bottle and read its letter.",
-        },
-    ),
-    (
         record(people=entries(record(name=TEXT, age=INTEGER, mood={"enum": ["calm", "happy", "sad"]}))),
         {"people": [{"name": "Ada", "age": 36, "mood": "calm"}, {"name": "Böðvar", "age": 51, "mood": "happy"}]},
     ),
@@ -76,28 +76,8 @@ CASES: tuple[tuple[Json, Any], ...] = (
         {"date": "2026-11-29", "id": "6f1c1de2-8d61-4a0a-9b0a-2f3f4ad3c7a1"},
     ),
     (
-        record(latitude={"type": "number", "minimum": -90, "maximum": 90}, steps=entries(INTEGER)),
-        {"latitude": 47.3769, "steps": [3, 14, 159, 2653, 58979]},
-    ),
-    (
-        record(plate={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,4}$"}, note={"type": ["string", "null"]}),
-        {"plate": "ZH-4711", "note": None},
-    ),
-    (
         {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
         {"name": "root", "children": [{"name": "left", "children": [{"name": "last", "children": []}]}]},
-    ),
-    (
-        {"type": "object", "additionalProperties": {"anyOf": [TEXT, INTEGER, {"type": "boolean"}]}},
-        {"host": "localhost", "port": 50051, "is secure": False, "comment": "The rest is left as it was.\n\tDone."},
-    ),
-    (
-        {"anyOf": [record(kind={"const": "circle"}, radius=INTEGER), record(kind={"const": "square"}, side=INTEGER)]},
-        {"kind": "square", "side": 12},
-    ),
-    (
-        record(code=TEXT, language={"enum": ["python", "rust", "go"]}),
-        {"code": "def f(x):\n    return {'x': x, \"y\": [x] * 3}\n", "language": "python"},
     ),
     (
         {"type": "object"},
@@ -105,25 +85,30 @@ CASES: tuple[tuple[Json, Any], ...] = (
     ),
 )
 
-
 UNENDING: Json = record(lines={"type": "array", "items": TEXT, "minItems": ROUND_TOKENS})
 
 
-def memory_mb() -> float:
-    """The most memory that this process has held, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+def write_tokenizer(file: Path) -> Path:
+    """Trains a byte-level BPE of TRAINED_TOKENS on the sources of two packages; its id 0 ends a text."""
+    sources = [path for package in (torch, transformers) for path in Path(str(package.__file__)).parent.rglob("*.py")]
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in sorted(sources))
+    made = ByteLevelBPETokenizer()
+    own: Json = {"vocab_size": TRAINED_TOKENS, "special_tokens": ["<|end|>"], "show_progress": False}
+    made.train_from_iterator(texts, **own)
+    made.save(str(file))
+    return file
 
 
-def compiled(compiler: Compiler, schema: Json, ends: tuple[int, ...]) -> tuple[Compiled, float]:
+def compiled(compiler: Compiler, schema: Json, end_token_id: int) -> tuple[Compiled, float]:
     """Returns the compiled schema, and the milliseconds of all threads until then."""
     began_s = time.process_time()
-    found = compiler.compile(Grammar(json_schema=json.dumps(schema)), ends).result()
+    found = compiler.compile(Grammar(json_schema=json.dumps(schema)), (end_token_id,)).result()
     return found, 1e3 * (time.process_time() - began_s)
 
 
-def masks_ms(own: Compiled, text_ids: list[int], ends: tuple[int, ...], vocabulary_size: int) -> list[float]:
+def masks_ms(own: Compiled, text_ids: list[int], end_token_id: int, vocabulary_size: int) -> list[float]:
     """Returns the milliseconds of eight rows at each place of a text."""
-    matcher, found = PathMatcher(own, ends, vocabulary_size), []
+    matcher, found = PathMatcher(own, (end_token_id,), vocabulary_size), []
     for place in range(len(text_ids) + 1):
         draft = text_ids[place : place + ROWS - 1]
         began_s = time.thread_time()
@@ -132,17 +117,33 @@ def masks_ms(own: Compiled, text_ids: list[int], ends: tuple[int, ...], vocabula
     return found
 
 
-def write_model(folder: Path, tokenizer: Path, vocabulary_size: int, end_token_id: int) -> None:
+def grammars(file: Path, end_token_id: int, turn: int) -> Values:
+    """The times of the schemas and of their masks, as in a process that has seen no grammar."""
+    tokenizer, compiler = whole_tokenizer(file), Compiler(lambda: file)
+    own = [compiled(compiler, schema, end_token_id) for schema, _ in CASES]
+    times_ms = []
+    for (grammar, _), (_, value) in zip(own, CASES):
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        times_ms += masks_ms(grammar, ids, end_token_id, tokenizer.get_vocab_size())
+    values = {"first_ms": own[0][1], "schema_ms": max(ms for _, ms in own[1:])}
+    return values | {"p50_ms": statistics.median(times_ms), "p90_ms": statistics.quantiles(times_ms, n=10)[-1]}
+
+
+def write_model(folder: Path, tokenizer: Path, end_token_id: int) -> Path:
     """Writes a Llama of random weights, of the sizes of a model of 135 million parameters but for its vocabulary."""
+    vocabulary_size = whole_tokenizer(tokenizer).get_vocab_size()
     shape = Shape("masked", 576, 12, 9, 3, 1536, vocabulary_size, is_tied=True, positions=1024)
     model = plain_model(shape, torch.device("cpu"), torch.bfloat16)
     model.config.eos_token_id = model.generation_config.eos_token_id = end_token_id
     model.save_pretrained(folder)
-    shutil.copy(tokenizer, folder / "tokenizer.json")
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    return folder
 
 
-async def round_ms(address: str, requests: list[Request]) -> float:
-    """Returns the mean milliseconds between the tokens of these texts, which run at once."""
+def round_ms(address: str, is_masked: bool, turn: int) -> Values:
+    """The mean milliseconds between the tokens of eight texts, which run at once, each of one row."""
+    kind: Json = {"grammar": {"json_schema": UNENDING}} if is_masked else {"ignore_eos": True}
 
     async def one(request: Request) -> float:
         times = []
@@ -151,74 +152,69 @@ async def round_ms(address: str, requests: list[Request]) -> float:
                 times += [time.perf_counter()] * len(message.delta.token_ids)
         return (times[-1] - times[0]) / (len(times) - 1)
 
-    return 1e3 * statistics.mean(await asyncio.gather(*map(one, requests)))
+    async def every() -> list[float]:
+        own: Json = {"max_tokens": ROUND_TOKENS, "temperature": 1.0, "policy": "off", **kind}
+        return await asyncio.gather(*(one(make_request(PROMPT, seed=seed, **own)) for seed in range(ROWS)))
+
+    return {"round_ms": 1e3 * statistics.mean(asyncio.run(every()))}
 
 
-def rounds_with_and_without(folder: Path, pair_count: int) -> Ratio:
-    """Returns the time of a round with a grammar over that without, of eight streams of one row each, in turns."""
-    tokens = [*range(300, 300 + PROMPT_LENGTH)]
-    asked: dict[str, Any] = {"max_tokens": ROUND_TOKENS, "temperature": 1.0, "policy": "off"}
-    kinds: dict[bool, dict[str, Any]] = {
-        True: {"grammar": {"json_schema": UNENDING}},
-        False: {"ignore_eos": True},
-    }
-    found: list[float] = []
-    with harness.running(folder, None) as services:
-        for pair in track(range(pair_count + 1), "rounds with a grammar and without"):
-            times = {}
-            for masked in (True, False) if pair % 2 else (False, True):
-                requests = [make_request(tokens, seed=seed, **asked, **kinds[masked]) for seed in range(ROWS)]
-                times[masked] = asyncio.run(round_ms(services.coordinator.address, requests))
-            if pair:  # the first warms up
-                found.append(times[True] / times[False])
-    return ratio_of(found)
+class Masks:
+    """See the module."""
+
+    name = "masks"
+    about = "grammars: CPU milliseconds for vocabularies of so many tokens"
+    turns, quick_turns, minutes = 15, 2, 12
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json instead (the embedded one, one made here)")
+        parser.add_argument("--end-token-id", type=int, default=0, help="of the model (%(default)s)")
+
+    def cells(self, asked: argparse.Namespace) -> list[Cell]:
+        if asked.tokenizer:
+            return [{"tokens": whole_tokenizer(asked.tokenizer).get_vocab_size()}]
+        return [{"tokens": 4096}, *([] if asked.quick else [{"tokens": TRAINED_TOKENS}])]
+
+    @contextmanager
+    def prepared(self, asked: argparse.Namespace) -> Iterator[Prepared]:
+        end_token_id = asked.end_token_id
+        with TemporaryDirectory() as scratch, ExitStack() as running:
+
+            def contenders(cell: Cell, results: Results) -> dict[str, Contender]:
+                running.close()
+                file = asked.tokenizer or harness.TARGET_MODEL / "tokenizer.json"
+                if not asked.tokenizer and cell["tokens"] == TRAINED_TOKENS:
+                    file = write_tokenizer(Path(scratch) / "tokenizer.json")
+                model = write_model(Path(scratch) / str(cell["tokens"]), file, end_token_id)
+                address = running.enter_context(harness.running(model, None)).coordinator.address
+                rounds = {name: partial(round_ms, address, name == MASKED) for name in (MASKED, PLAIN)}
+                return {"grammars": partial(grammars, file, end_token_id), **rounds}
+
+            yield contenders
+
+    def tables(self, results: Results) -> list[Table]:
+        rows = []
+        for measure, (what, bound) in MEASURES.items():
+            medians = [results.median(cell, "grammars", measure) for cell in results.cells()]
+            rows.append([what, *(shown(value, bound, is_limit=True) for value in medians), f"{bound or ''}"])
+        ratios = [results.ratio(cell, MASKED, PLAIN, "round_ms") for cell in results.cells()]
+        rows.append([ROUND, *(ratio.short(ROUND_MAX, True) if ratio else "" for ratio in ratios), f"{ROUND_MAX}"])
+        columns = ["tokens", *(f"{cell['tokens']:,}" for cell in results.cells()), "bar"]
+        return [Table("cost", self.about, columns, rows)]
+
+    def bars(self, results: Results) -> list[Bar]:
+        largest = results.cells()[-1]
+        of = f"{largest['tokens']:,} tokens"
+        bars = [
+            Bar(what, bound, results.median(largest, "grammars", measure), of, is_limit=True)
+            for measure, (what, bound) in MEASURES.items()
+            if bound is not None
+        ]
+        ratio = results.ratio(largest, MASKED, PLAIN, "round_ms")
+        return [*bars, Bar(ROUND, ROUND_MAX, ratio.median if ratio else None, f"{of}: {ratio}", is_limit=True)]
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Returns the value that this share of the values does not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.masks", description=(__doc__ or "").splitlines()[0])
-    default = EMBEDDED_MODELS / "target" / "tokenizer.json"
-    parser.add_argument("--tokenizer", type=Path, default=default, help="a tokenizer.json (the embedded target's)")
-    parser.add_argument("--end-token-id", type=int, default=0, help="of the model (%(default)s)")
-    parser.add_argument("--pairs", type=int, default=15, help="of rounds with a grammar and without (%(default)s)")
-    add_check_flag(parser)
-    asked = parser.parse_args()
-    console = Console(width=110)
-    tokenizer = whole_tokenizer(asked.tokenizer)
-    size, ends, before_mb = tokenizer.get_vocab_size(), (asked.end_token_id,), memory_mb()
-    compiler = Compiler(lambda: asked.tokenizer)
-    grammars = [compiled(compiler, schema, ends) for schema, _ in CASES]
-    held_mb = memory_mb() - before_mb
-    times: list[float] = []
-    for (own, _), (_, value) in zip(grammars, CASES):
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        times += masks_ms(own, tokenizer.encode(text, add_special_tokens=False).ids, ends, size)
-    later_ms = [ms for _, ms in grammars[1:]]
-    table = Table(title=f"grammars for {size} tokens", title_justify="left")
-    for name in ("", "median", "p90", "most"):
-        table.add_column(name, justify="right" if name else "left")
-    table.add_row("first grammar with its tokenizer, ms; MB", f"{grammars[0][1]:.0f}", f"{held_mb:.0f}", "")
-    for name, values in (("further schemas, ms", later_ms), (f"masks of {ROWS} rows, ms", times)):
-        row = statistics.median(values), percentile(values, 0.9), max(values)
-        table.add_row(name, *(f"{value:.2f}" for value in row))
-    console.print(table)
-    with tempfile.TemporaryDirectory() as scratch:
-        write_model(Path(scratch), asked.tokenizer, size, asked.end_token_id)
-        ratio = rounds_with_and_without(Path(scratch), asked.pairs)
-    bars = [
-        Bar(f"masks of {ROWS} rows, p50, ms", P50_MS, statistics.median(times), f"{len(times)} places", is_limit=True),
-        Bar(f"masks of {ROWS} rows, p90, ms", P90_MS, percentile(times, 0.9), is_limit=True),
-        Bar("a further schema, ms", NEW_SCHEMA_MS, max(later_ms), is_limit=True),
-        Bar(
-            f"a round of {ROWS} streams, with a grammar / without", ROUND_RATIO, ratio.median, str(ratio), is_limit=True
-        ),
-    ]
-    return conclude(bars, console, asked.check)
-
+BENCHMARK = Masks()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK))

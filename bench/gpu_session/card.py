@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from bench.runner import ROOT, commit
 from specdec.engine.cuda.kernels import launch
-
-ROOT = Path(__file__).resolve().parents[2]
-KERNELS = "specdec/engine/cuda"
 
 
 def facts_of(device: torch.device) -> dict[str, Any]:
-    """Names the card and the versions. `kernels`: of the sources; `commit` is None outside a git checkout."""
+    """Names the card and the versions. `kernels`: the first digits of the SHA-256 of their sources, in the order of
+    their paths; `commit` is None outside a git checkout."""
+    sources = sorted((ROOT / "specdec/engine/cuda").rglob("*.py"))
     facts: dict[str, Any] = {
         "card": "a CPU, Triton's interpreter: times mean nothing",
         "python": platform.python_version(),
@@ -26,8 +24,8 @@ def facts_of(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": launch.version(),
         "transformers": transformers.__version__,
-        "kernels": digest_of(ROOT / KERNELS),
-        "commit": commit_of(ROOT),
+        "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:12],
+        "commit": commit() or None,
     }
     if device.type == "cuda":
         its = torch.cuda.get_device_properties(device)
@@ -39,22 +37,3 @@ def facts_of(device: torch.device) -> dict[str, Any]:
 def l2_bytes(device: torch.device) -> int:
     """Bytes of the second cache; 0 on a CPU."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
-
-
-def digest_of(folder: Path) -> str:
-    """The first 12 digits of the SHA-256 of all Python files below a folder, in the order of their paths."""
-    whole = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        whole.update(file.read_bytes())
-    return whole.hexdigest()[:12]
-
-
-def commit_of(folder: Path) -> str | None:
-    """The commit of a checkout, with `+` if files differ from it."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=folder, capture_output=True, text=True
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() or None

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from bench.gpu_session.card import ROOT
 from bench.gpu_session.worker import Session
+from bench.runner import ROOT
 
 # Interpreted tests of kernels run on any processor; this package's own test would start it again.
 LEFT_OUT = ("tests/cuda/kernels", "tests/cuda/test_gpu_session.py")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bench.bars import Bar, worst_of
@@ -60,11 +60,6 @@ def bars_of(stage: str, results: Results) -> list[Bar]:
     return BARS[stage](results) if stage in BARS else []
 
 
-def bits_bars(results: Results) -> list[Bar]:
-    """No row may have other bits in another step."""
-    return [check_bar("rows with other bits in another step", results.rows("bits"))]
-
-
 def check_bar(claim: str, rows: Iterable[Row]) -> Bar:
     """The bar of checks that count `equal` of `rows`: none may be left. Shows those that are."""
     counts = {
@@ -77,47 +72,37 @@ def check_bar(claim: str, rows: Iterable[Row]) -> Bar:
 
 
 def step_bars(results: Results) -> list[Bar]:
-    """The bars of whole steps, with dependent launch where it was measured."""
+    """The bars of whole steps, with dependent launch where it was measured: to the time of reading, and one shape of
+    step against another."""
     bars = []
     for is_dependent, after in ((False, ""), (True, ", dependent launch")):
-        if results.rows("steps", dependent_launch=True) or not is_dependent:
-            for model in results.models():
-                bars += read_bars(results, model, is_dependent, after)
-            bars += shape_bars(results, is_dependent, after)
+        if is_dependent and not results.rows("steps", dependent_launch=True):
+            continue
+        outside, wide, trees, longer = (dict[str, float]() for _ in range(4))
+        for model in results.models():
+            found = [row for rows in range(1, 9) if (row := results.step(is_dependent, model, rows))]
+            for name, (goal, stretch) in zip(("step", "forward"), READ_RATIOS.get(model, READ_RATIOS["1B"])):
+                values = {f"{row['rows']} rows": row[f"{name}_over"] for row in found if f"{name}_over" in row}
+                bars.append(worst_of(f"{model}, 1 to 8 rows{after}: {name} / reading", goal, values, True, stretch))
+            one, eight = (results.step(is_dependent, model, rows) for rows in (1, 8))
+            tree = results.step(is_dependent, model, 8, paths=4)
+            long = results.step(is_dependent, model, 1, is_long=True)
+            if one:
+                outside[model] = one["outside_ms"]
+            if one and eight:
+                wide[model] = eight["step_ms"] / one["step_ms"]
+            if eight and tree:
+                trees[model] = tree["step_ms"] / eight["step_ms"]
+            if one and long and results.gb_per_s:
+                reading_ms = (long["bytes"] - one["bytes"]) / results.gb_per_s / 1e6
+                longer[model] = (long["step_ms"] - one["step_ms"]) / reading_ms
+        bars += [
+            worst_of(f"outside the forward, GREEDY, one stream{after}, ms", 0.15, outside, True, 0.1),
+            worst_of(f"8 rows over 1{after}", 1.08, wide, True, 1.04),
+            worst_of(f"tree of 8 on 4 paths over a chain{after}", 1.08, trees, True, 1.04),
+            worst_of(f"8,192 tokens{after}: added time / reading the added cache", 1.8, longer, True, 1.3),
+        ]
     return [*bars, check_bar("replays with dependent launch that differ", results.rows("steps"))]
-
-
-def read_bars(results: Results, model: str, is_dependent: bool, after: str) -> list[Bar]:
-    """Step and forward over the time of reading."""
-    found = [row for rows in range(1, 9) if (row := results.step(is_dependent, model, rows))]
-    bars = []
-    for name, (goal, stretch) in zip(("step", "forward"), READ_RATIOS.get(model, READ_RATIOS["1B"])):
-        values = {f"{row['rows']} rows": row[f"{name}_over"] for row in found if f"{name}_over" in row}
-        bars.append(worst_of(f"{model}, 1 to 8 rows{after}: {name} / reading", goal, values, True, stretch))
-    return bars
-
-
-def shape_bars(results: Results, is_dependent: bool, after: str) -> list[Bar]:
-    """One shape of step against another."""
-    outside, wide, trees, longer = (dict[str, float]() for _ in range(4))
-    for model in results.models():
-        one, eight = (results.step(is_dependent, model, rows) for rows in (1, 8))
-        tree, long = results.step(is_dependent, model, 8, paths=4), results.step(is_dependent, model, 1, is_long=True)
-        if one:
-            outside[model] = one["outside_ms"]
-        if one and eight:
-            wide[model] = eight["step_ms"] / one["step_ms"]
-        if eight and tree:
-            trees[model] = tree["step_ms"] / eight["step_ms"]
-        if one and long and results.gb_per_s:
-            reading_ms = (long["bytes"] - one["bytes"]) / results.gb_per_s / 1e6
-            longer[model] = (long["step_ms"] - one["step_ms"]) / reading_ms
-    return [
-        worst_of(f"outside the forward, GREEDY, one stream{after}, ms", 0.15, outside, True, 0.1),
-        worst_of(f"8 rows over 1{after}", 1.08, wide, True, 1.04),
-        worst_of(f"tree of 8 on 4 paths over a chain{after}", 1.08, trees, True, 1.04),
-        worst_of(f"8,192 tokens{after}: added time / reading the added cache", 1.8, longer, True, 1.3),
-    ]
 
 
 def host_bars(results: Results) -> list[Bar]:
@@ -147,8 +132,8 @@ def text_bars(results: Results) -> list[Bar]:
     return [worst_of("texts that differ with speculation, bits of log-probabilities too", 0.0, values, True)]
 
 
-BARS = {
-    "bits": bits_bars,
+BARS: dict[str, Callable[[Results], list[Bar]]] = {
+    "bits": lambda results: [check_bar("rows with other bits in another step", results.rows("bits"))],
     "steps": step_bars,
     "host": host_bars,
     "sameness": text_bars,

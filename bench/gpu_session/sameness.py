@@ -9,8 +9,8 @@ import io
 import os
 import re
 
-from bench.gpu_session.card import ROOT
 from bench.gpu_session.worker import Session
+from bench.runner import ROOT
 
 COLUMNS = ("prompts", "tokens", "draft_tokens", "accepted", "differing_prompts", "differing_tokens")
 SUMS = re.compile(r"^\W*all\W+" + r"\W+".join([r"(\d+)"] * len(COLUMNS)) + r"\W*$", re.M)

@@ -139,7 +139,7 @@ def export_request(spans: Iterable[Waiting]) -> ExportTraceServiceRequest:
     """Returns the request with these spans, by resource.
 
     Fields are filled in place: the SDK's own encoding makes three objects of everything and copies each message into
-    the one around it, which takes five times as long (`python -m bench.tracing`).
+    the one around it, which takes five times as long.
     """
     request = ExportTraceServiceRequest()
     scopes: dict[Resource, trace_pb.ScopeSpans] = {}

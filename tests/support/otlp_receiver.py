@@ -7,6 +7,7 @@ form of Jaeger, so that the trace reader can be tested on a real connection; no 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2 as trace_pb
+
+from tests.support.processes import module_command
 
 POLL_S = 0.02
 IDS = ("traceId", "spanId", "parentSpanId")
@@ -152,6 +155,18 @@ def with_hexadecimal_ids(value: Any) -> Any:
         if name in parsed:
             parsed[name] = json_format.ParseDict({"traceId": value[name]}, trace_pb.Span()).trace_id.hex()
     return parsed
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """A collector in a process of its own, which drops all spans; yields its endpoint."""
+    command = module_command("tests.support.otlp_receiver")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
 
 
 def main() -> int:

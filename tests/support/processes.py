@@ -1,10 +1,11 @@
-"""Processes of benchmarks: their command lines, and, as the kernel sees them, CPU time and priority."""
+"""Processes of benchmarks: their command lines and environment, and, as the kernel sees them, CPU time and priority."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from specdec.launch.children import python_command
@@ -18,6 +19,17 @@ def module_command(module: str, *arguments: str) -> list[str]:
     """Returns the command line of a process that runs a module of the checkout, in whatever folder it is started."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return ["env", f"PYTHONPATH={path}", *python_command("-m", module, *arguments)]
+
+
+@contextlib.contextmanager
+def variables(added: dict[str, str]) -> Iterator[None]:
+    """Processes begun meanwhile have these in their environment."""
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def cpu_seconds(pid: int) -> float:

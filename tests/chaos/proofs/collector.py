@@ -24,13 +24,12 @@ from rich.console import Console
 
 from bench.bars import Bar, worst_of
 from bench.results import Ratio, ratio_of
-from bench.trace_counts import collector, variables
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.processes import Restartable
 from tests.chaos.tables import Tables, table_texts, tables
 from tests.chaos.texts import Content, Text, open_channel, read, references_of
-from tests.support.otlp_receiver import Receiver
-from tests.support.processes import cpu_seconds
+from tests.support.otlp_receiver import Receiver, collector
+from tests.support.processes import cpu_seconds, variables
 from tests.support.services import fixed
 from tests.support.waiting import until
 
