@@ -4,7 +4,6 @@ bench` runs all of them. Run from a checkout."""
 NAMES: tuple[str, ...] = (
     "peers",
     "step",
-    "plain",
     "draft",
     "engine",
     "overhead",

@@ -1,9 +1,7 @@
 """`python -m bench.no_draft`: proposers that need no draft, over plain decoding, on the chat model.
 
 Prompts whose answers copy, greedy, and prose with a seed: greedy prose of so small a model ends in cycles, which are
-easy to guess. A prediction is the answer itself with some tokens replaced, or that to another prompt. Beside them,
-except with `--quick`, prompt lookup of `transformers` at its best setting, with one thread as our target has, in
-float32 where the processor does not multiply bfloat16.
+easy to guess. A prediction is the answer itself with some tokens replaced, or that to another prompt.
 """
 
 from __future__ import annotations
@@ -20,13 +18,12 @@ from tempfile import TemporaryDirectory
 
 import grpc
 
-from bench import prompt_lookup
 from bench.bars import Bar, of_ratio
 from bench.pipeline.bars import never_slower
 from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
-from bench.prompts import copying_prompts, copying_prompts_for_tuning, prose_prompts
+from bench.prompts import copying_prompts, prose_prompts
 from bench.results import Cell, Ratio, Results, Table, shown
-from bench.runner import Contender, Prepared, Values, machine, main
+from bench.runner import Contender, Prepared, Values, main
 from bench.texts import generate, pooled
 from specdec.chat.template import ChatTemplate
 from specdec.folders import CHAT_MODEL
@@ -38,10 +35,8 @@ COPYING, PROSE = "copying", "prose"
 PROMPTS = {COPYING: copying_prompts(), PROSE: prose_prompts()}
 LOCAL, WARM = "n-gram and earlier text", "the same, prompt asked before"
 RIGHT, WRONG, ANOTHER = "prediction, 90 % right", "prediction, wholly wrong", "prediction, another answer"
-PLAIN, LOOKUP = "generate of transformers", "prompt lookup of transformers"
 GAINS = {LOCAL: 1.8, RIGHT: 2.5}  # of copying; what cannot help must not be slower
 REPLACED = {RIGHT: 10, WRONG: 1}  # one token of ten, every one
-TUNED_ON = 4  # prompts
 
 
 def spoiled(token_ids: Sequence[int], every: int) -> list[int]:
@@ -98,9 +93,6 @@ class NoDraft:
             folder = write_unpacked(CHAT_MODEL, Path(scratch))
             template = ChatTemplate.read(folder)
             assert template is not None
-            dtype = "bfloat16" if "bf16" in machine() else "float32"  # in which the library is faster here
-            library = None if asked.quick else prompt_lookup.load(folder, dtype)
-            tuning = [prompt.ids(template) for prompt in copying_prompts_for_tuning()[:TUNED_ON]]
             own = {"speculation_policy": "auto"}
             with (
                 running(folder, None, own, threads=1, dtype="bfloat16") as services,
@@ -113,23 +105,13 @@ class NoDraft:
                     prompts = [prompt.ids(template) for prompt in PROMPTS[kind][: max(2, asked.turns)]]
                     found = Measured(stub, RULES_DEFAULT[kind == PROSE], asked.max_tokens, prompts)
                     names = (OFF.name, LOCAL, WARM, RIGHT, WRONG, ANOTHER)
-                    ours: dict[str, Contender] = {name: partial(found.ours, name) for name in names}
-                    if kind == PROSE or library is None:
-                        return ours
-                    best = prompt_lookup.best_num_tokens(library, tuning, min(asked.max_tokens, 64))
-                    results.notes["prompt lookup, tokens at a time"] = best
-
-                    def theirs(count: int | None, turn: int) -> Values:
-                        ids = prompts[turn % len(prompts)]
-                        return prompt_lookup.generate(library, ids, asked.max_tokens, count).values
-
-                    return ours | {PLAIN: partial(theirs, None), LOOKUP: partial(theirs, best)}
+                    return {name: partial(found.ours, name) for name in names}
 
                 yield contenders
 
     def over_plain(self, results: Results, kind: str, name: str) -> Ratio | None:
-        """Tokens per second of a way over plain decoding by the same program."""
-        return results.ratio({"prompts": kind}, name, PLAIN if name == LOOKUP else OFF.name, "tokens_per_s")
+        """Tokens per second of a way over plain decoding."""
+        return results.ratio({"prompts": kind}, name, OFF.name, "tokens_per_s")
 
     def tables(self, results: Results) -> list[Table]:
         rows = []
@@ -149,9 +131,7 @@ class NoDraft:
         useless = [(COPYING, WRONG), (COPYING, ANOTHER), *((PROSE, name) for name in (LOCAL, WRONG, ANOTHER))]
         ratios = {f"{kind}, {name}": self.over_plain(results, kind, name) for kind, name in useless}
         slowest = never_slower({name: ratio for name, ratio in ratios.items() if ratio})[0]
-        bars.append(replace(slowest, claim=f"prose and wrong predictions: {slowest.claim}"))
-        ratio = results.ratio({"prompts": COPYING}, LOCAL, LOOKUP, "tokens_per_s")
-        return [*bars, of_ratio(f"copying: {LOCAL} / {LOOKUP}", 1.0, ratio)]
+        return [*bars, replace(slowest, claim=f"prose and wrong predictions: {slowest.claim}")]
 
 
 BENCHMARK = NoDraft()

@@ -1,8 +1,8 @@
 """specdec beside what people serve with: vLLM, llama.cpp and `transformers` on the same weights and cores.
 
 Each system runs plain and with its own speculation at the best of a few settings, found on other prompts
-(`systems.py`). All servers are loaded, one works at a time, in turns prompt by prompt; whole requests by the client's clock. Peers come
-from environments of their own (`make peers`, or the first run).
+(`systems.py`). All servers are loaded, one works at a time, in turns prompt by prompt; whole requests by the client's
+clock. Peers come from environments of their own (`make peers`, or the first run).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ seed} a line for each piece of output, {"ids": [...]}, and {"end": true}.
 
 import json
 import sys
+from typing import Any
 
 import torch
 import transformers

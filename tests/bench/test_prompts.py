@@ -1,13 +1,11 @@
-"""The prompts of the benchmarks on the chat model, and prompt lookup beside plain generation."""
+"""The prompts of the benchmarks on the chat model."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-from tokenizers import Tokenizer
 
-from bench import prompt_lookup
 from bench.prompts import (
     COPYING_KINDS,
     PROSE_KIND,
@@ -17,7 +15,6 @@ from bench.prompts import (
     prose_prompts,
 )
 from specdec.folders import CHAT_PROMPTS, heldout_prompts
-from tests.support.harness import TARGET_MODEL
 
 # Some 80 to 350 tokens of the chat model, and 10 to 40.
 COPYING_CHARACTERS, PROSE_CHARACTERS = (250, 900), (40, 120)
@@ -60,20 +57,3 @@ def test_prompts_are_of_their_size(prompts: list[Prompt], bounds: tuple[int, int
     """Claim: a copying prompt holds most of an answer and is not much longer; a prose prompt is one question."""
     shortest, longest = bounds
     assert {own.name: len(own.prompt) for own in prompts if not shortest <= len(own.prompt) <= longest} == {}
-
-
-def test_prompt_lookup_is_plain_greedy_decoding() -> None:
-    """Claim: its text is plain generation's, in fewer passes, and its times are of the right parts.
-
-    Conclusive: in float32, where equal logits are not to be expected, on a text that comes to repeat itself.
-    """
-    model = prompt_lookup.load(TARGET_MODEL, "float32")
-    ids = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json")).encode("def total(a, b):\n    return a\n" * 4).ids
-    plain = prompt_lookup.generate(model, ids, 64, None)
-    looked_up = prompt_lookup.generate(model, ids, 64, 5)
-    assert looked_up.token_ids == plain.token_ids and 1 < len(plain.token_ids) <= 64
-    assert looked_up.passes < plain.passes == len(plain.token_ids)
-    assert looked_up.first_tokens >= plain.first_tokens == 1
-    for own in (plain, looked_up):
-        assert 0 < own.first_seconds < own.seconds and own.values["tokens_per_s"] > 0
-        assert own.values["tokens"] == len(own.token_ids) - own.first_tokens

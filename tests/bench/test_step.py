@@ -1,4 +1,4 @@
-"""The benchmarks of a step, of plain decoding beside llama.cpp, and of a start: what they count, their bars."""
+"""The benchmarks of a step and of a start: what they count, their bars."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import plain, startup
+from bench import startup
 from bench.results import Results, read_results
-from bench.runner import main
 from bench.step.__main__ import BENCHMARK
 from bench.step.gguf_file import in_pairs, write_gguf
-from bench.step.models import DEEPENED, DENSE, FOUR
+from bench.step.models import DENSE, FOUR
 from bench.step.rows import PASSES, READING, SHAPES, Reading, Rows, WithHead, stored_bytes
 from specdec.errors import ConfigError
 from tests.support.harness import DRAFT_MODEL, TARGET_MODEL
@@ -132,24 +131,6 @@ def test_tables_are_made_from_what_was_written(tmp_path: Path) -> None:
     rows, heads = BENCHMARK.tables(results)
     assert len(rows.rows) == 2 and rows.rows[0][0] == f"{DENSE}, 1 thread" and "**2.00**" in rows.rows[0][7]
     assert all(len(row) == len(table.columns) for table in (rows, heads) for row in table.rows)
-
-
-@pytest.mark.more
-def test_without_llama_cpp_our_side_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: where llama.cpp cannot be had, our services are measured and its bars are not. Conclusive: a prompt that
-    was just seen takes less time to its first token."""
-
-    def refuse() -> Path:
-        raise ConfigError("planted")
-
-    monkeypatch.setattr(plain, "environment", refuse)
-    flags = ["--quick", "--turns", "1", "--models", DEEPENED, "--out", str(tmp_path), "--check"]
-    assert main(plain.BENCHMARK, flags) == 0
-    results = read_results(tmp_path / "plain.json")
-    (cell,) = results.cells()
-    again = results.ratio(cell, plain.OURS, plain.OURS, plain.AGAIN, plain.FIRST)
-    assert again is not None and again.median < 0.8
-    assert {bar.state for bar in plain.BENCHMARK.bars(results)} == {"not measured"}
 
 
 @pytest.mark.more
