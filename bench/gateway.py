@@ -142,7 +142,7 @@ class Gateway:
         columns = ["streams", "to the first event, ms", "between events, ms", "tokens/s, HTTP / gRPC"]
         columns += ["CPU of an event / a bare gRPC reader's", "resident memory, MB"]
         return [
-            Table("cost", f"{self.about}; the gateway starts in {shown(results.notes['start_s'])} s", columns, rows)
+            Table("cost", f"{self.about}; the gateway starts in {shown(results.notes.get('start_s'))} s", columns, rows)
         ]
 
     def bars(self, results: Results) -> list[Bar]:

@@ -146,7 +146,8 @@ class Overhead:
         for kind, bounds in OVER_MAX.items():
             what, unit, over = kind.rsplit(", ", 2)
             costs.append([f"{what}, {unit}", *(shown(results.median({"of": kind}, name, "cost")) for name in names)])
-            costs.append([over, *(over_of(results, kind, name).short(bounds[name], True) for name in names)])
+            ratios = {name: over_of(results, kind, name) for name in names}
+            costs.append([over, *(own.short(bounds[name], True) if own else "" for name, own in ratios.items())])
         sent = [
             [
                 str(cell["rule"]),
@@ -166,7 +167,9 @@ class Overhead:
         for kind, bounds in OVER_MAX.items():
             for name, bound in bounds.items():
                 ratio = over_of(results, kind, name)
-                bars.append(Bar(f"{kind}: {name}", bound, ratio.median, str(ratio), is_limit=True))
+                bars.append(
+                    Bar(f"{kind}: {name}", bound, ratio.median if ratio else None, str(ratio or ""), is_limit=True)
+                )
         for (name, is_drawn), bound in BYTES_MAX.items():
             cells = [cell for cell in results.cells(of=BYTES) if bound_of(cell, name) == bound]
             values = {str(cell["rule"]): results.median(cell, name, "bytes") or 0.0 for cell in cells}
@@ -175,9 +178,10 @@ class Overhead:
         return bars
 
 
-def over_of(results: Results, kind: str, name: str) -> Ratio:
-    """A cost over its baseline."""
-    return ratio_of(results.samples({"of": kind})[name]["over"])
+def over_of(results: Results, kind: str, name: str) -> Ratio | None:
+    """A cost over its baseline; None where it was not measured."""
+    values = results.samples({"of": kind}).get(name, {}).get("over")
+    return ratio_of(values) if values else None
 
 
 def bound_of(cell: Cell, name: str) -> float | None:

@@ -72,7 +72,7 @@ class Sequences:
         return {"tokens_per_s": count * 1e3 / step_ms, "step": step_ms, **parts}
 
     def _step(self, texts: dict[BlockTable, list[int]]) -> StepReport[SamplerOutput]:
-        feeds = [
+        feeds: list[Feed[VerificationRequest, SamplerOutput]] = [
             Feed(table, table.length, text[table.length :], 1, VerificationRequest(PARAMS, len(text) - CONTEXT, text))
             for table, text in texts.items()
         ]

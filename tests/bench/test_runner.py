@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from bench import pages, runner
+from bench import NAMES, pages, runner
 from bench.bars import Bar
 from bench.results import Cell, Results, Table, ratio_of, read_results, shown
 from bench.runner import Contender, Prepared
@@ -109,6 +110,13 @@ def test_a_table_of_a_page_is_that_of_the_results(tmp_path: Path, monkeypatch: p
     assert pages.filled(filled) == filled == pages.filled(filled.replace("4.00", "9.00"))
     with pytest.raises(ConfigError, match="made_up has no table 'time'; it has speed"):
         pages.filled(page.replace("/speed", "/time"))
+
+
+def test_pages_name_benchmarks_that_exist() -> None:
+    """Claim: every `python -m bench.NAME` of the pages is a benchmark, or one of the tools beside them. Conclusive: all
+    pages are read."""
+    named = {name for page in pages.pages() for name in re.findall(r"python -m bench\.(\w+)", page.read_text("utf-8"))}
+    assert named <= {*NAMES, "pages", "gpu_session", "trace_picture"}
 
 
 def test_pages_show_what_was_measured() -> None:
