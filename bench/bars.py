@@ -14,7 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.results import Ratio
+from bench.results import Ratio, geometric_mean
+
+OF_OFF, OF_BEST_FIXED = 0.98, 0.97  # of auto: plain decoding, and the best fixed plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,34 @@ def worst_of(
     worst = max(values.values()) if is_limit else min(values.values())
     shown = "; ".join(f"{name} {value:.3g}" for name, value in values.items())
     return Bar(claim, bound, worst, shown, is_limit, stretch)
+
+
+def never_slower(ratios: Mapping[str, Ratio]) -> list[Bar]:
+    """Auto / off by cell: no interval may lie wholly below the bar; and no mean gain is lost over all."""
+    return [
+        _no_interval_below("auto / off", OF_OFF, ratios),
+        Bar("auto / off: geometric mean over cells", 1.0, _mean(ratios)),
+    ]
+
+
+def against_fixed(ratios: Mapping[str, Ratio]) -> list[Bar]:
+    """Auto / best fixed by cell, chosen on other prompts: the mean over cells, and no cell's interval below."""
+    claim = "auto / best fixed, chosen on other prompts"
+    return [
+        Bar(f"{claim}: geometric mean over cells", OF_BEST_FIXED, _mean(ratios), stretch=1.0),
+        _no_interval_below(claim, OF_BEST_FIXED, ratios),
+    ]
+
+
+def _mean(ratios: Mapping[str, Ratio]) -> float | None:
+    return geometric_mean([ratio.median for ratio in ratios.values()]) if ratios else None
+
+
+def _no_interval_below(claim: str, bound: float, ratios: Mapping[str, Ratio]) -> Bar:
+    below = [f"{name} {ratio}" for name, ratio in ratios.items() if ratio.median < bound]
+    shown = f"{len(ratios)} cells; medians below {bound}: {', '.join(below) or 'none'}"
+    highs = [ratio.high for ratio in ratios.values()]
+    return Bar(f"{claim}: least upper end of an interval", bound, min(highs, default=None), shown)
 
 
 def table_of(bars: Iterable[Bar]) -> Table:

@@ -18,14 +18,13 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.bars import Bar
-from bench.deepened import write_deepened
-from bench.pipeline.bars import OF_OFF, never_slower
-from bench.pipeline.placement import Placed, placed
-from bench.pipeline.variants import AUTO, OFF, RULE_NAMES, Variant
+from bench.bars import OF_OFF, Bar, never_slower
+from bench.placement import Placed, placed
 from bench.results import Cell, Ratio, Results, Table, shown
 from bench.runner import Contender, Prepared, Values, main
 from bench.streams import chosen_prompts, jump_rate, run_block
+from tests.support.deepened import write_deepened
+from tests.support.variants import AUTO, OFF, RULE_NAMES, Variant
 
 RULES = (RULE_NAMES[0], RULE_NAMES[1], RULE_NAMES[4])
 STREAM_COUNTS, QUICK_STREAM_COUNTS = (1, 8, 32), (1, 8)

@@ -24,11 +24,7 @@ from typing import Any
 import grpc
 
 from bench.bars import Bar
-from bench.deepened import write_deepened
-from bench.pipeline.placement import COORDINATOR_NICE, cores_of_machines
-from bench.pipeline.samples import measure
-from bench.pipeline.variants import AUTO as OF_DRAFT
-from bench.pipeline.variants import OFF, RULE_NAMES
+from bench.placement import COORDINATOR_NICE, cores_of_machines
 from bench.poor_drafts import write_always_wrong
 from bench.results import Cell, Ratio, Results, Table
 from bench.runner import Contender, Prepared, Values, main
@@ -36,9 +32,13 @@ from bench.streams import block_of, chosen_prompts, run_streams
 from specdec.config import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
 from specdec.launch.children import Child, start
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.deepened import write_deepened
 from tests.support.harness import DRAFT_MODEL, heldout_prompts
 from tests.support.network.machines import LOOPBACK, Machine
 from tests.support.processes import set_priority
+from tests.support.samples import measure
+from tests.support.variants import AUTO as OF_DRAFT
+from tests.support.variants import OFF, RULE_NAMES
 
 AUTO = replace(OF_DRAFT, proposers=())  # the service's own: requests that name some measure no draft model
 GOOD_ALONE = "auto with the good one alone"

@@ -18,9 +18,7 @@ from tempfile import TemporaryDirectory
 
 import grpc
 
-from bench.bars import Bar, of_ratio
-from bench.pipeline.bars import never_slower
-from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
+from bench.bars import Bar, never_slower, of_ratio
 from bench.prompts import copying_prompts, prose_prompts
 from bench.results import Cell, Ratio, Results, Table, shown
 from bench.runner import Contender, Prepared, Values, main
@@ -30,6 +28,7 @@ from specdec.folders import CHAT_MODEL
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.harness import running
 from tests.support.unpacked import write_unpacked
+from tests.support.variants import OFF, RULES_DEFAULT, Variant, request_of
 
 COPYING, PROSE = "copying", "prose"
 PROMPTS = {COPYING: copying_prompts(), PROSE: prose_prompts()}

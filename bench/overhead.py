@@ -22,17 +22,17 @@ import grpc
 
 from bench.bare_server import BareServer, bare_server, echo_ms, read_replayed
 from bench.bars import Bar, worst_of
-from bench.deepened import write_deepened
-from bench.pipeline.placement import placed
-from bench.pipeline.samples import Sample, measure
-from bench.pipeline.variants import AUTO, CHAIN, NUCLEUS, OFF, RULES_DEFAULT, TREE, Variant
+from bench.placement import placed
 from bench.results import Cell, Ratio, Results, Table, ratio_of, shown
-from bench.rounds import table_models
 from bench.runner import Contender, Prepared, Values, main
 from bench.streams import PROMPT_CHARACTERS, Stream, run_block
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.deepened import write_deepened
 from tests.support.harness import TARGET_MODEL, heldout_prompts, running
 from tests.support.processes import cpu_seconds
+from tests.support.samples import Sample, measure
+from tests.support.table_models import table_models
+from tests.support.variants import AUTO, CHAIN, NUCLEUS, OFF, RULES_DEFAULT, TREE, Variant
 
 Contenders = Callable[[str], Mapping[str, Contender]]  # by rule
 

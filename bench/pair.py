@@ -19,8 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.bars import Bar, of_ratio
-from bench.pipeline.placement import Placed, placed
-from bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of, synchronous
+from bench.placement import Placed, placed
 from bench.prompts import sent_prompts, target_folder
 from bench.results import Cell, Ratio, Results, Table, shown
 from bench.runner import Contender, Prepared, Values, main
@@ -38,6 +37,7 @@ from specdec.folders import (
     read_json,
 )
 from tests.support.harness import DRAFT_MODEL
+from tests.support.variants import OFF, RULES_DEFAULT, Variant, request_of, synchronous
 
 GREEDY, SEEDED, _, COUPLED_1, REJECTION_1 = RULES_DEFAULT
 DEEPENED = "deepened"

@@ -23,12 +23,8 @@ from tempfile import TemporaryDirectory
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.bars import Bar
-from bench.deepened import write_deepened
-from bench.pipeline.bars import OF_OFF, never_slower
-from bench.pipeline.placement import Placed, placed
-from bench.pipeline.samples import TIMEOUT_S, measure
-from bench.pipeline.variants import AUTO, OFF, RULE_NAMES, Variant, request_of
+from bench.bars import OF_OFF, Bar, never_slower
+from bench.placement import Placed, placed
 from bench.results import Cell, Ratio, Results, Table
 from bench.runner import Contender, Prepared, Values, main
 from bench.streams import ADAPTED_S, rate_between
@@ -37,8 +33,11 @@ from specdec.client.run import Run
 from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.launch.children import Child
 from specdec.v1 import coordinator_service_pb2 as pb
+from tests.support.deepened import write_deepened
 from tests.support.draft_troubles import hundred_times_slower, silent
 from tests.support.harness import DRAFT_MODEL, heldout_prompts
+from tests.support.samples import TIMEOUT_S, measure
+from tests.support.variants import AUTO, OFF, RULE_NAMES, Variant, request_of
 
 Trouble = Callable[[Child, threading.Event], None]
 RULES = (RULE_NAMES[0], RULE_NAMES[4])

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.deepened import write_deepened, write_widened
 from specdec.chat.template import ChatTemplate
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.folders import CHAT_PROMPTS, heldout_prompts
+from tests.support.deepened import write_deepened, write_widened
 
 FOLDER = Path(__file__).resolve().parent
 COPYING_KINDS, PROSE_KIND = ("code edit", "quoting", "json repair"), "prose"

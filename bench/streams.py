@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from bench.pipeline.placement import Placed
-from bench.pipeline.variants import Variant, request_of
+from bench.placement import Placed
 from specdec.client.events import event_of
 from specdec.client.run import Run, acceptance_of
 from specdec.errors import SpecdecError
@@ -19,6 +18,7 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.harness import heldout_prompts
 from tests.support.processes import cpu_seconds
+from tests.support.variants import Variant, request_of
 
 ADAPTED_S = 2.0  # after a change of load: by then a policy has adapted
 PROMPT_CHARACTERS = 200  # of a prompt: decoding is measured, not prefill

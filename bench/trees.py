@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 import grpc
 
 from bench.bars import Bar, of_ratio
-from bench.pipeline.variants import AUTO, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
 from bench.prompts import sent_prompts, target_folder
 from bench.results import Cell, Ratio, Results, Table
 from bench.runner import Contender, Prepared, Values, main
@@ -29,6 +28,7 @@ from specdec.folders import CHAT_DRAFT, CHAT_MODEL, CHAT_PROMPTS, PROMPTS
 from specdec.launch.children import start, stop_all
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.harness import DRAFT_MODEL, running
+from tests.support.variants import AUTO, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
 
 GREEDY, COUPLED, REJECTION = RULES_DEFAULT[:3]
 CELLS = (

@@ -17,13 +17,13 @@ import torch
 from bench.bars import Bar, worst_of
 from bench.draft.alone import SPARE_TOKENS, DraftAlone, texts_of
 from bench.draft.bare import BareLoop
-from bench.pipeline.variants import RULES_DEFAULT, rule_of
 from bench.results import Cell, Ratio, Results, Table, shown
 from bench.runner import Contender, Prepared, Values, main
 from specdec.errors import SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams
 from specdec.rpc.process import set_startup_objects_aside
 from tests.support.harness import DRAFT_MODEL
+from tests.support.variants import RULES_DEFAULT, rule_of
 
 BARE, DRAFT = "bare loop", "draft"
 RULES = tuple(RULES_DEFAULT[number] for number in (0, 3, 4))

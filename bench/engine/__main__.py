@@ -20,9 +20,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from bench.bars import Bar, worst_of
-from bench.deepened import load, write_deepened
 from bench.engine.sampler import ALL_PARAMS, made_up_logits, request_of, sampler_ms
-from bench.engine.steps import BLOCK_SIZE
+from bench.engine.steps import BLOCK_SIZE, load
 from bench.results import Cell, Results, Table, shown
 from bench.runner import Contender, Prepared, Values, main
 from specdec.decoding.verification import VerificationRequest, verify
@@ -34,6 +33,7 @@ from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import SpecdecError
 from specdec.folders import CHAT_MODEL
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
+from tests.support.deepened import load, write_deepened
 
 DEEPENED, CHAT = "deepened target, bfloat16", "chat model, 4 bits"
 COUNTS = (1, 8, 16, 32)  # sequences at once

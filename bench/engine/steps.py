@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from specdec.engine.interface import CausalModel, Chunk, RaggedBatch, tree_paths
+from specdec.engine.loading.model import load_model
+from specdec.engine.transformers_model import TransformersModel
 
 BLOCK_SIZE = 64
 FIRST_BLOCK = 1  # block 0 is always zero
+
+
+def load(folder: Path | str, dtype: str) -> TransformersModel:
+    """A target of `transformers`. Raises ModelRefused for a folder that cannot be used, TypeError for a table model."""
+    model = load_model(str(folder), dtype)
+    if not isinstance(model, TransformersModel):
+        raise TypeError(f"{folder} is no transformers model")
+    return model
 
 
 def time_step(model: CausalModel, batch: RaggedBatch) -> float:

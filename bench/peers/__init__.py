@@ -18,7 +18,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from bench.bars import Bar
-from bench.deepened import write_deepened
 from bench.peers.clients import measured
 from bench.peers.systems import Model, Serving, grids, tuned
 from bench.prompts import prose_prompts
@@ -29,6 +28,7 @@ from specdec.chat.template import ChatTemplate
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.folders import CHAT_HEAD, CHAT_MODEL, chat_file
+from tests.support.deepened import write_deepened
 from tests.support.harness import DRAFT_MODEL, heldout_prompts
 from tests.support.unpacked import write_unpacked
 

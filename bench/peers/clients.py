@@ -16,12 +16,12 @@ from typing import Any
 import grpc
 
 from bench.peers.servers import Server
-from bench.pipeline.samples import TIMEOUT_S
 from specdec.client.events import event_of
 from specdec.client.request import make_request
 from specdec.client.run import Run
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.samples import TIMEOUT_S
 
 SEED = 1
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.deepened import write_deepened
 from bench.step.gguf_file import write_gguf
 from specdec.engine.loading.folder_files import WEIGHTS_FILE
 from specdec.folders import CHAT_MODEL, gguf_source, read_json
+from tests.support.deepened import write_deepened
 from tests.support.unpacked import write_unpacked
 
 DENSE, FOUR, EIGHT, FP8, DEEPENED = "chat, bfloat16", "chat, 4 bits", "chat, 8 bits", "chat, FP8", "deepened"

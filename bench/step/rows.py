@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bench.deepened import load
-from bench.engine.steps import cache_text, time_step, verification
+from bench.engine.steps import cache_text, load, time_step, verification
 from bench.runner import Values
 from specdec.distill.eagle import head_sizes
 from specdec.engine.eagle.folder import load_eagle, target_facts

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from bench.__main__ import bars_in
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.pipeline.bars import against_fixed, never_slower
+from bench.bars import Bar, add_check_flag, against_fixed, as_json, conclude, never_slower, worst_of
 from bench.results import Ratio
 
 QUIET = Console(quiet=True)

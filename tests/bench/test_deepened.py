@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bench.deepened import write_deepened, write_widened
 from specdec.engine.loading.model_folder import open_model_folder
+from tests.support.deepened import write_deepened, write_widened
 from tests.support.engine_models import Driver
 from tests.support.harness import TARGET_MODEL, heldout_prompts
 from tests.support.threads import one_thread  # noqa: F401

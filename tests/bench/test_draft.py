@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bench.draft.alone import draft_steps_ms, texts_of
 from bench.draft.bare import BareLoop
-from bench.pipeline.variants import RULES_DEFAULT, rule_of
 from specdec.protocol.types import ResolvedSamplingParams
 from tests.support.harness import DRAFT_MODEL
 from tests.support.threads import one_thread  # noqa: F401
+from tests.support.variants import RULES_DEFAULT, rule_of
 
 CONTEXT = 64
 ALL_PARAMS = [

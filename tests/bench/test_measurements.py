@@ -6,8 +6,12 @@ import random
 
 import pytest
 
-from bench.pipeline.samples import ends_in_cycle
-from bench.pipeline.variants import (
+from bench.results import Cell, Results, ratio_of
+from specdec.protocol.types import Rule
+from specdec.rpc.convert_generate import request_from_message
+from specdec.v1 import coordinator_service_pb2 as pb
+from tests.support.samples import ends_in_cycle
+from tests.support.variants import (
     AUTO,
     CHAIN,
     OFF,
@@ -19,10 +23,6 @@ from bench.pipeline.variants import (
     rule_of,
     synchronous,
 )
-from bench.results import Cell, Results, ratio_of
-from specdec.protocol.types import Rule
-from specdec.rpc.convert_generate import request_from_message
-from specdec.v1 import coordinator_service_pb2 as pb
 
 REJECTION = "REJECTION 0.7"
 CELL: Cell = {"rule": "GREEDY"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.no_draft import ANOTHER, BENCHMARK, COPYING, LOCAL, PROSE, RIGHT, WARM, WRONG, spoiled
-from bench.pipeline.variants import OFF
 from bench.results import Results, read_results
+from tests.support.variants import OFF
 
 RATES = {OFF.name: 10.0, LOCAL: 20.0, WARM: 40.0, RIGHT: 30.0, WRONG: 9.0, ANOTHER: 10.0}
 

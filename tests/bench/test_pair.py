@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench.pair import BENCHMARK, DRAFTERS
-from bench.pipeline.variants import OFF, RULES_DEFAULT
 from bench.results import Results, read_results
 from bench.runner import main
+from tests.support.variants import OFF, RULES_DEFAULT
 
 NAME, CELL = "formatting", {"drafters": "formatting", "rule": RULES_DEFAULT[0], "rtt_ms": 0.0}
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.pipeline.samples import Sample, measure
-from bench.pipeline.variants import OFF, Variant, synchronous
-from bench.rounds import table_models
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.harness import running
 from tests.support.network.machines import Network
 from tests.support.processes import cpu_seconds, set_priority
+from tests.support.samples import Sample, measure
+from tests.support.table_models import table_models
+from tests.support.variants import OFF, Variant, synchronous
 
 GREEDY = "GREEDY, temperature 0"
 PROMPT = (0, "<1><2>")

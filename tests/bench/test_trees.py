@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.pipeline.variants import RULES_DEFAULT
 from bench.results import Results, read_results
 from bench.texts import pooled, pooled_ratio
 from bench.trees import AUTO_CHAINS, AUTO_TREES, BENCHMARK, CHAINS, TREES
+from tests.support.variants import RULES_DEFAULT
 
 CELL = {"pair": "deepened", "rule": RULES_DEFAULT[1]}
 CHAIN, (BEST, OTHER) = CHAINS[1].name, (own.name for own in TREES[8][:2])

@@ -18,12 +18,12 @@ from typing import Any
 
 import grpc
 
-from bench.pipeline.variants import AUTO, Variant
 from specdec.launch.children import Child
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.harness import DRAFT_MODEL, Services, running
 from tests.support.network.machines import Network, emulated
 from tests.support.processes import set_priority
+from tests.support.variants import AUTO, Variant
 
 COORDINATOR_NICE, COORDINATOR_COUNT = -10, 2
 SETTLE_S = 0.2  # after a change of delay: messages under way arrive, and pings measure the new delay

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from bench.pipeline.variants import Variant, request_of
 from specdec.client.run import Run
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.variants import Variant, request_of
 
 TIMEOUT_S = 600.0
 CYCLE_REPEATS, CYCLE_TOKENS_MIN = 3, 12

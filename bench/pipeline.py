@@ -1,7 +1,7 @@
 """`python -m bench.pipeline`: the policy across machines, by round trip and rule, beside every fixed plan.
 
 Three services on three emulated machines, the target on one core, draft and coordinator on the other; a target made
-deeper by layers that add nothing (bench/deepened.py), so that a step costs what steps cost while acceptance stays real;
+deeper by layers that add nothing (tests/support/deepened.py): a step costs what steps cost, acceptance stays real;
 held-out prompts, one stream. Variants take turns on every prompt: plain decoding (off), the policy's own choice (auto),
 a streamed chain, a streamed tree, and synchronous rounds at fixed draft lengths.
 """
@@ -18,15 +18,14 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from bench.bars import Bar, worst_of
-from bench.deepened import write_deepened
-from bench.pipeline.bars import OF_BEST_FIXED, OF_OFF, against_fixed, never_slower
-from bench.pipeline.placement import description, placed
-from bench.pipeline.samples import measure
-from bench.pipeline.variants import AUTO, CHAIN, OFF, RULE_NAMES, TREE, Variant, synchronous
+from bench.bars import OF_BEST_FIXED, OF_OFF, Bar, against_fixed, never_slower, worst_of
+from bench.placement import description, placed
 from bench.results import Cell, Ratio, Results, Table, shown
 from bench.runner import Contender, Prepared, Values, main
+from tests.support.deepened import write_deepened
 from tests.support.harness import heldout_prompts
+from tests.support.samples import measure
+from tests.support.variants import AUTO, CHAIN, OFF, RULE_NAMES, TREE, Variant, synchronous
 
 GREEDY, COUPLED, _, _, REJECTION = RULE_NAMES
 RULES = (GREEDY, COUPLED, REJECTION)
