@@ -33,7 +33,7 @@ from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import SpecdecError
 from specdec.folders import CHAT_MODEL
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
-from tests.support.deepened import load, write_deepened
+from tests.support.deepened import write_deepened
 
 DEEPENED, CHAT = "deepened target, bfloat16", "chat model, 4 bits"
 COUNTS = (1, 8, 16, 32)  # sequences at once
