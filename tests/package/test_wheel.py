@@ -105,8 +105,8 @@ def test_the_demo_runs_from_the_wheel(installed: Installation) -> None:
 
 
 def test_the_other_commands_are_there(installed: Installation) -> None:
-    """Claim: serve, generate and bench can be run from the wheel. Conclusive: bench goes on to its address with all that
-    it imports, and the prompts that are shipped."""
+    """Claim: serve, generate and bench can be run from the wheel. Conclusive: bench goes on to its address with all
+    that it imports, and the prompts that are shipped."""
     assert "--otlp-traces-endpoint" in installed.run("serve", "--help")
     assert "--temperature" in installed.run("generate", "--help")
     asked = [str(installed.python.with_name("specdec")), "bench", "--address", "127.0.0.1:1"]
