@@ -139,7 +139,8 @@ def started(
 
 def shown_settings(settings: dict[str, Any]) -> str:
     """As the table tells them."""
-    flat = {**settings, **settings.pop("speculation")} if isinstance(settings.get("speculation"), dict) else settings
+    speculation = settings.get("speculation")
+    flat = {**settings, **speculation} if isinstance(speculation, dict) else settings
     left_out = ("policy", "model", "draft_model", "method", "prompt_lookup_min", "prompt_lookup_max")
     told = {name: value for name, value in flat.items() if name not in left_out and not isinstance(value, Path)}
     return ", ".join(f"{name} {value}" for name, value in told.items() if not isinstance(value, dict))

@@ -25,6 +25,7 @@ from tests.cuda.test_step import (
     call_of,
     check_logits,
     driver_of,
+    other_bits_of_wide_steps,
     raising,
     run_rounds,
 )
@@ -164,14 +165,6 @@ def test_a_faulty_kernel_is_replaced_by_the_library(fault: str) -> None:
     tokens = random_tokens(9, 8)
     with mock.patch.object(module, name, raising):
         check_logits("normed", "bfloat16", tokens, driver.feed(driver.open(20), tokens))
-
-
-def other_bits_of_wide_steps(*arguments: Any, **options: Any) -> None:
-    """A product that in steps of 3 rows and more is off by a rounding in one number of each row."""
-    PRODUCT(*arguments, **options)
-    _, _, out, rows = arguments
-    if rows >= 3:
-        out[:rows, 0] *= 1 + torch.finfo(out.dtype).eps
 
 
 @pytest.mark.more
